@@ -85,6 +85,7 @@ from .latent import MultiHeadLatentAttention as MultiHeadLatentAttention
 from .losses import LinearCrossEntropy as LinearCrossEntropy
 from .matmul import GroupedMatmul as GroupedMatmul
 from .matmul import Matmul as Matmul
+from .matmul import QuantizedMatmul as QuantizedMatmul
 from .matmul import ScaledMatmul as ScaledMatmul
 from .native_sparse import NativeSparseAttention as NativeSparseAttention
 from .native_sparse import PagedNativeSparseAttention as PagedNativeSparseAttention

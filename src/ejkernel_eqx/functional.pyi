@@ -418,12 +418,12 @@ def gated_rms_norm(
 
 def grouped_matmul(
     lhs: Float[AnyArray, '*B M K'],
-    rhs: AnyArray,
+    rhs: AnyArray | QuantizedWeight,
     group_sizes: Int[Numbers, '*B E'],
     bias: Float[AnyArray, 'E N'] | None = None,
     *,
     rhs_scale: Float[AnyArray, 'E N'] | None = None,
-    up: AnyArray | None = None,
+    up: AnyArray | QuantizedWeight | None = None,
     up_bias: Float[AnyArray, 'E N'] | None = None,
     up_scale: Float[AnyArray, 'E N'] | None = None,
     row_indices: Int[Numbers, '*B M'] | None = None,

@@ -3,6 +3,9 @@
 python -m pytest tests/gpu/test_decoding_gpu.py
 """
 
+import dataclasses
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -10,9 +13,12 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
+from ejkernel_eqx.matmul.dense.spec import word_of
 from tests.agreement import assert_agrees
+from tests.attention.dense import normal
 from tests.gpu.host import candidates, example_problem, on_host
 from tests.matmul.dense import cases as rows
+from tests.matmul.dense import weights
 from tests.models.test_rows_as_pages import close, model_of
 from tests.rotary_heads import test_rotary_heads as heads
 from tests.tolerances import assert_close
@@ -43,6 +49,24 @@ def test_rows_by_weights(name):
     assert_agrees(case, found, on_host(rows.exact, case, given, cotangents))
     for name, x in rows.results(op, case, given, cotangents).items():
         np.testing.assert_array_equal(np.asarray(x), np.asarray(found[name]), err_msg=name)
+
+
+@pytest.mark.parametrize("count", [1, 9, 64, 200])
+@pytest.mark.parametrize("name", weights.FORMS)
+def test_rows_by_codes(name, count):
+    """Every candidate of every format, with features that fill no tile."""
+    for columns, features in ((1100, 1024), (72, 1360)):
+        coded, numbers = weights.weight(name, columns, features)
+        x, norm = normal(1, count, features, dtype="bfloat16"), 1 + 0.1 * normal(2, features)
+        wide = np.asarray(x, np.float64)
+        h = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6) * np.asarray(norm, np.float64)
+        flags: Any = {"weights": "int8", "norm": True}
+        problem = example_problem("matmul", dict(M=count, K=features, N=columns), "bfloat16", flags)
+        known = dict(problem.flags) | {"weights": word_of(weights.FORMS[name])}
+        problem = dataclasses.replace(problem, flags=tuple(sorted(known.items())))
+        for config in candidates("matmul", problem):
+            found = ejx.Matmul(platform="triton", config=config)(x, coded, norm=norm)
+            assert_close(found, h @ numbers.T, name=str(config))
 
 
 @pytest.mark.parametrize("count", [1, 2, 9, 64, 200])

@@ -14,6 +14,8 @@ import ejkernel_eqx as ejx
 from ejkernel_eqx.dispatch import device_facts, kernel_registry
 from tests.gpu.host import candidates, example_problem
 from tests.matmul.cases import Case, CASES, exact, make, results
+from tests.matmul.test_quantised import agree, FORMS, quantised
+from tests.matmul.test_quantised import results as quantised_results
 from tests.tolerances import assert_close
 
 if jax.default_backend() != "gpu":
@@ -88,6 +90,30 @@ def test_every_candidate(sizes, case):
     for config in candidates("grouped_matmul", problem):
         op = ejx.GroupedMatmul(**case.options, config=config)
         assert_agrees(case, results(case, op, given, dout), expected)
+
+
+@pytest.mark.parametrize("sizes", [(1, 0, 2, 0, 0, 0, 1), (9, 0, 40, 0, 1, 3, 7)], ids=["one row", "rows"])
+@pytest.mark.parametrize("name", FORMS)
+def test_every_candidate_of_every_format(name, sizes):
+    """Quantised right sides, with columns and features that fill no tile."""
+    case = Case(sizes, sum(sizes) + 3, 1280, 328, "bfloat16", "silu", "pair", bias=True, transpose=True)
+    given, floats, dout = quantised(case, FORMS[name])
+    with jax.default_device(jax.devices("cpu")[0]):
+        expected = exact(case, *jax.device_put((floats, dout), jax.devices("cpu")[0]))
+    small = dict(M=case.M, K=case.K, N=case.N, E=len(sizes))
+    flags = dict(gated="pair", activation="silu", bias=True, transpose_rhs=True, quantised="int8")
+    problem, form = example_problem("grouped_matmul", small, "bfloat16", flags), FORMS[name]
+    known = dict(problem.flags) | {
+        "format": (form.element, *form.block, form.scale, form.zeros, form.scale == "float8_e4m3fn")
+    }
+    problem = dataclasses.replace(
+        problem,
+        flags=tuple(sorted(known.items())),
+        dtypes=tuple(sorted((dict(problem.dtypes) | {"rhs": form.element}).items())),
+    )
+    for config in candidates("grouped_matmul", problem):
+        op = ejx.GroupedMatmul(**case.options, config=config)
+        agree(quantised_results(op, given, dout), expected, "bfloat16")
 
 
 LONG = Case((4000, 1, 0, 4700, 10), 9001, 512, 640)

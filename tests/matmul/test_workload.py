@@ -29,6 +29,18 @@ KINDS = {
         OPERATION, SMALL | dict(L=7), "float16", dict(gathered=True, gated="halves", activation="gelu")
     ),
     "stored": example_problem(OPERATION, SMALL, "bfloat16", dict(stored="int8", bias=True)),
+    "int4": example_problem(
+        OPERATION,
+        dict(M=3, K=128, N=24, E=4),
+        "bfloat16",
+        dict(quantised="int4", gated="pair", activation="silu", transpose_rhs=True),
+    ),
+    "nvfp4": example_problem(
+        OPERATION,
+        dict(M=20, K=48, N=24, E=3),
+        "float16",
+        dict(quantised="nvfp4", bias=True, transpose_rhs=True),
+    ),
     "float8": example_problem(
         OPERATION, SMALL, "float16", dict(stored="float8_e5m2", gated="interleaved", activation="relu")
     ),

@@ -92,7 +92,7 @@ def test_the_default_leaves_out_what_is_sensitive():
 
 @pytest.mark.slow
 def test_steps_of_few_tokens_on_kernels():
-    """Serving's step on interpreted Triton, whose kernel of few rows takes arrays of floats: XLA multiplies."""
+    """Serving's step on interpreted Triton, whose kernel of few rows reads codes."""
     model, floats = models("attention", "int4", platform=INTERPRET)
     cache, tokens = model.init_cache(2, 64), TOKENS[:, :3]
     step = eqx.filter_jit(lambda model, tokens, cache: model(tokens, cache))

@@ -7,7 +7,6 @@ import pytest
 
 import ejkernel_eqx as ejx
 from tests.attention.dense import normal, quick
-from tests.tolerances import assert_close
 
 MX = ejx.QuantFormat("float4_e2m1fn", (1, 32), "float8_e8m0fnu")
 
@@ -36,20 +35,3 @@ def test_the_error_has_no_size(size):
     w = normal(0, 8, 64)
     wanted, error = (ejx.quantise(w * s, "int8", return_errors=True)[1][""] for s in (1.0, size))
     np.testing.assert_allclose(error, wanted, rtol=1e-4)
-
-
-@pytest.mark.parametrize("name", ["weights[0]", "rhs"])
-def test_products_of_arrays_name_the_remedy(name, unchecked):
-    """What the message says to pass is taken, and gives the numbers' product."""
-    w, x = ejx.quantise(normal(0, 2, 4, 32), "int8"), normal(1, 6, 32)
-    if name == "rhs":
-        call = lambda w: ejx.GroupedMatmul(transpose_rhs=True, platform="xla")(x, w, jnp.array([2, 4]))
-        wanted = np.concatenate([x[:2] @ ejx.dequantise(w[0]).T, x[2:] @ ejx.dequantise(w[1]).T])
-    else:
-        w = w[0]
-        call, wanted = lambda w: ejx.Matmul(platform="xla")(x, w), x @ ejx.dequantise(w).T
-    with pytest.raises(ValueError) as error:
-        call(w)
-    words = (name, "expected an array", "QuantizedWeight", "astype('float32')")
-    assert all(word in str(error.value) for word in words), str(error.value)
-    assert_close(call(w.astype("float32")), wanted)

@@ -27,13 +27,17 @@ def by_example(
 
 
 def gradients_by(apply: Callable[[Any, Any], dict[str, Array]]) -> Callable[..., dict[str, Array]]:
-    """The `backward` of a platform whose gradients, of all arrays of a call, are those of `apply(arrays, spec)`."""
+    """The `backward` of a platform whose gradients, of all floats of a call, are those of `apply(arrays, spec)`."""
 
     def backward(
         arrays: Any, spec: Any, config: Any, saved: Any, cotangents: Mapping[str, Array]
     ) -> dict[str, Array]:
-        given = {name: x for name, x in arrays._asdict().items() if x is not None}
+        given = {name: x for name, x in arrays._asdict().items() if x is not None and is_float(x)}
         results, pull = jax.vjp(lambda given: apply(arrays._replace(**given), spec), given)
         return pull({name: cotangents[name].astype(x.dtype) for name, x in results.items()})[0]
 
     return backward
+
+
+def is_float(x: Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,9 +12,10 @@ import numpy as np
 from jax import Array
 
 from .._errors import UnsupportedError
+from .._shapes import is_symbolic
 from .._values import check_between, checked, known
 from ..core.arguments import array, check_flags, fitting, is_finite
-from ..quantised import QuantizedWeight
+from ..quantised.dequantise import is_quantised
 from .spec import (
     ACTIVATIONS,
     columns,
@@ -24,8 +26,12 @@ from .spec import (
     INTERLEAVED,
     MATRICES,
     PAIR,
+    QUANTISED,
     STORED_DTYPES,
 )
+
+MANY_ROWS = 64
+"""Rows of a group, on average, from which on quantised right sides become floats before the product."""
 
 
 def check_options(
@@ -54,14 +60,6 @@ def check_epilogue(activation: Any, alpha: Any, limit: Any, up_shift: Any) -> No
         raise ValueError(f"limit: expected a positive number or None, received {limit!r}.")
     if not is_finite(up_shift):
         raise ValueError(f"up_shift: expected a finite number, received {up_shift!r}.")
-
-
-def check_floats(name: str, weight: Any, dtype: Any) -> None:
-    """Refuses a quantised weight, which no kernel reads yet."""
-    if isinstance(weight, QuantizedWeight):
-        raise ValueError(
-            f"{name}: expected an array, received {weight!r}; pass its numbers, {name}.astype({dtype.name!r}), as layers do."
-        )
 
 
 class RightSide(NamedTuple):
@@ -93,12 +91,22 @@ def resolve(
         )
     rows = None if row_indices is None else _rows(row_indices, lead)
     sizes = _sizes(group_sizes, (*lead, count), lhs.shape[-2] if rows is None else rows.shape[-1])
-    found = _side("rhs", weight, rhs, (count, width))
+    num_rows = math.prod(lead) * (lhs.shape[-2] if rows is None else rows.shape[-1])
+    # With many rows the time is that of products, which whole matrices of floats have the fastest kernels for.
+    whole = inner == 0 or not (is_symbolic(num_rows) or num_rows < MANY_ROWS * count)
+    numbers = lambda weight: weight.astype(lhs.dtype) if whole and is_quantised(weight) else weight
+    found = _side("rhs", numbers(weight), rhs, (count, width))
     if spec.gated == PAIR:
         other = _weight("up", up, lhs, spec)
         if other.shape != weight.shape:
             raise ValueError(f"up: expected the shape of rhs, {weight.shape}, received {other.shape}.")
-        found |= _side("up", other, up, (count, width))
+        if _stored_as(other) != _stored_as(weight):
+            raise ValueError(
+                f"up: expected a right side stored as rhs, {_stored_as(weight)}, received {_stored_as(other)}."
+            )
+        found |= _side("up", numbers(other), up, (count, width))
+    if is_quantised(weight) and not whole:
+        spec = dataclasses.replace(spec, form=weight.format, transpose_rhs=True)
     if rows is not None:
         found["rows"] = _checked_rows(rows, row_indices, lhs.shape[-2], sizes, group_sizes)
     arrays = GroupedArrays(lhs, sizes, **found)
@@ -135,13 +143,26 @@ def _completed(spec: GroupedSpec, up: RightSide, out_dtype: str) -> GroupedSpec:
     return dataclasses.replace(spec, out_dtype=out_dtype, gated=gated)
 
 
-def _weight(name: str, given: RightSide, lhs: Array, spec: GroupedSpec) -> Array:
-    """A right side of three axes, in the dtype of the left side or stored in 8 bits."""
+def _stored_as(weight: Any) -> str:
+    """How a right side is stored, in words."""
+    if not is_quantised(weight):
+        return "an array"
+    return f"{weight.format}{' and a factor' * (weight.tensor_scale is not None)}"
+
+
+def _weight(name: str, given: RightSide, lhs: Array, spec: GroupedSpec) -> Any:
+    """A right side of three axes, in the dtype of the left side, stored in 8 bits or quantised."""
     weight, inner = given.weight, lhs.shape[-1]
     letters = "E N K" if spec.transpose_rhs else "E K N"
-    check_floats(name, weight, lhs.dtype)
     dtype = str(getattr(weight, "dtype", ""))
-    if dtype not in STORED_DTYPES:
+    if is_quantised(weight):
+        if given.scale is not None:
+            raise ValueError(f"{name}_scale: expected None, as {weight!r} has scales, received an array.")
+        if weight.transposed == spec.transpose_rhs:
+            raise ValueError(
+                f"{name}: expected a weight [out, in] of which `in` is K, received {weight!r}, whose `out` is; quantise the transposed weight."
+            )
+    elif dtype not in STORED_DTYPES:
         weight = array(name, weight, letters)
         if weight.dtype != lhs.dtype:
             raise ValueError(
@@ -154,7 +175,7 @@ def _weight(name: str, given: RightSide, lhs: Array, spec: GroupedSpec) -> Array
             )
     elif given.scale is None:
         raise ValueError(f"{name}_scale: expected scales [E, N] for a right side in {dtype}, received None.")
-    weight = jnp.asarray(weight)
+    weight = jax.tree.map(jnp.asarray, weight)
     axis = 2 if spec.transpose_rhs else 1
     if weight.ndim != 3 or weight.shape[axis] != inner:
         raise ValueError(
@@ -164,11 +185,16 @@ def _weight(name: str, given: RightSide, lhs: Array, spec: GroupedSpec) -> Array
     return weight
 
 
-def _side(name: str, weight: Array, given: RightSide, shape: tuple[int, int]) -> dict[str, Array]:
+def _side(name: str, weight: Any, given: RightSide, shape: tuple[int, int]) -> dict[str, Array]:
     """The arrays of a right side by the names of `GroupedArrays`."""
     prefix = "" if name == "rhs" else f"{name}_"
     side = {name: weight}
-    if weight.dtype.name in STORED_DTYPES:
+    if is_quantised(weight):
+        factor = weight.tensor_scale
+        factor = None if factor is None else jax.lax.bitcast_convert_type(factor, jnp.float32)
+        parts = zip(QUANTISED, (weight.codes, weight.scales, weight.zeros, factor))
+        side = {f"{prefix}{part}": x for part, x in parts if x is not None}
+    elif weight.dtype.name in STORED_DTYPES:
         scale = fitting(f"{name}_scale", given.scale, shape, "E N").astype(jnp.float32)
         side = {
             f"{prefix}stored": _constant(name, weight),

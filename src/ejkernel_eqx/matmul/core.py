@@ -15,10 +15,14 @@ def problem_of(operation: str, arrays: GroupedArrays, spec: GroupedSpec) -> Prob
     gate: dict[str, Any] = {}
     if spec.gated is not None:
         gate = {"limit": spec.limit is not None, "up_shift": spec.up_shift != 0.0}
+    form, right = spec.form, arrays.right.dtype
+    if form is not None:
+        gate["format"] = (form.element, *form.block, form.scale, form.zeros, arrays.factor is not None)
+        right = form.element
     return Problem.make(
         operation,
         dims={letter: size[letter] for letter in (*rows, "K", "N", "E")},
-        dtypes={"lhs": arrays.lhs.dtype, "rhs": arrays.right.dtype, "out": spec.out_dtype},
+        dtypes={"lhs": arrays.lhs.dtype, "rhs": right, "out": spec.out_dtype},
         flags={
             "activation": spec.activation,
             "gated": spec.gated,

@@ -12,6 +12,7 @@ from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.arguments import check_dtype
 from ..core.plans import plan_of
 from ..dispatch import PlatformLike
+from ..quantised import QuantizedWeight
 from .arguments import check_options, resolve, result_shape, RightSide
 from .core import GROUPED
 from .spec import GroupedSpec
@@ -37,6 +38,9 @@ class GroupedMatmul(Kernel):
     it has been measured to be faster, Pallas (`"pallas"`, `"pallas-interpret"`). Differentiable in reverse mode in
     `lhs`, `rhs`, `bias`, `up` and `up_bias`; `platform="xla"` also supports forward mode and second derivatives. A right side in 8 bits and
     its scales are constants: differentiating them is an error.
+
+    Codes of quantised right sides become numbers tile by tile, of those groups alone that have rows; they and their scales are constants. From 64
+    rows a group on average on they become floats as a whole first, as the time is that of the products.
 
     Source: Gale et al., *MegaBlocks: Efficient Sparse Training with Mixture-of-Experts* (2022); the gate is that of Shazeer, *GLU Variants
     Improve Transformer* (2020), and its clipped form that of GPT-OSS.
@@ -88,12 +92,12 @@ class GroupedMatmul(Kernel):
     def __call__(
         self,
         lhs: Float[AnyArray, "*B M K"],
-        rhs: AnyArray,
+        rhs: AnyArray | QuantizedWeight,
         group_sizes: Int[Numbers, "*B E"],
         bias: Float[AnyArray, "E N"] | None = None,
         *,
         rhs_scale: Float[AnyArray, "E N"] | None = None,
-        up: AnyArray | None = None,
+        up: AnyArray | QuantizedWeight | None = None,
         up_bias: Float[AnyArray, "E N"] | None = None,
         up_scale: Float[AnyArray, "E N"] | None = None,
         row_indices: Int[Numbers, "*B M"] | None = None,
@@ -102,11 +106,11 @@ class GroupedMatmul(Kernel):
 
         - `lhs`: `[..., M, K]` with any number of leading axes; bf16, f16, f32 (f64 on XLA). The rows of a group follow one another.
         - `rhs`: `[E, K, N]` in the dtype of `lhs`, or int8, float8_e4m3fn or float8_e5m2 with `rhs_scale`; `[E, N, K]` with
-            `transpose_rhs`. With `gate_up` it has `2 N` columns.
+            `transpose_rhs`. With `gate_up` it has `2 N` columns. Or an [`ejkernel_eqx.QuantizedWeight`][] of this shape whose inputs are `K`.
         - `group_sizes`: int `[..., E]`, the rows of each group, from 0 on; their sum is at most `M`.
         - `bias`: `[E, N]`, as many columns as `rhs`, any float dtype.
         - `rhs_scale`: `[E, N]`: a stored number of `rhs` stands for `scale * number`, with the scale of its group and column.
-        - `up`: a second right side like `rhs`, multiplied by the activated first product.
+        - `up`: a second right side like `rhs`, multiplied by the activated first product; quantised, if `rhs` is, in the same format.
         - `up_bias`, `up_scale`: as `bias` and `rhs_scale`.
         - `row_indices`: int `[..., M]`: the row of `lhs [..., L, K]` at each of the `M` rows of the result, which are gathered as they are
             loaded. Any number of rows may take the same one. Values past the last group are ignored.

@@ -8,7 +8,7 @@ from jax import Array, lax
 
 from .._broadcast import like
 from ..core.arguments import accumulator
-from .spec import GroupedArrays, GroupedSpec, INTERLEAVED, PAIR
+from .spec import GroupedArrays, GroupedSpec, INTERLEAVED, PAIR, right_of
 
 
 def multiply(arrays: GroupedArrays, spec: GroupedSpec) -> dict[str, Array]:
@@ -42,12 +42,12 @@ def multiply(arrays: GroupedArrays, spec: GroupedSpec) -> dict[str, Array]:
         zeros = jnp.zeros((*lhs.shape[:-1], right.shape[-1]), wide)
         return lax.scan(add, zeros, (jnp.arange(count, dtype=group.dtype), per_group))[0]
 
-    first = total(arrays.right, arrays.scale, arrays.bias)
+    numbers = lambda right: right if spec.form is None else right.astype(wide)
+    first = total(numbers(right_of(arrays, spec)), arrays.scale, arrays.bias)
     if spec.gated is None:
         return {"out": activation(first, spec)}
     if spec.gated == PAIR:
-        assert arrays.up_right is not None
-        gate, up = first, total(arrays.up_right, arrays.up_scale, arrays.up_bias)
+        gate, up = first, total(numbers(right_of(arrays, spec, up=True)), arrays.up_scale, arrays.up_bias)
     elif spec.gated == INTERLEAVED:
         gate, up = first[..., 0::2], first[..., 1::2]
     else:

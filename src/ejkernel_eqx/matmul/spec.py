@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from ..core.letters import Letters
+from ..quantised import QuantFormat, QuantizedWeight
 
 ACTIVATIONS = (None, "silu", "gelu", "gelu_tanh", "relu")
 PAIR, HALVES, INTERLEAVED = "pair", "halves", "interleaved"
@@ -32,6 +33,8 @@ class GroupedSpec:
     alpha: float = 1.0
     limit: float | None = None
     up_shift: float = 0.0
+    form: QuantFormat | None = None
+    """How quantised right sides are stored; they are `[E, N, K]`, so `transpose_rhs` is true."""
 
     @property
     def is_linear(self) -> bool:
@@ -61,17 +64,24 @@ class GroupedArrays(NamedTuple):
     scale: Array | None = None  # float32 [E, W]
     up_stored: Array | None = None
     up_scale: Array | None = None
+    # The arrays of an `ejx.QuantizedWeight`. Blocks are of all rows `W`, of one (`[E, W, S]`) or of several (`[E, R, S]`).
+    codes: Array | None = None  # uint8 [E, W, C], C = K or K / 2
+    scales: Array | None = None  # unsigned integers
+    zeros: Array | None = None  # uint8, as scales
+    factor: Array | None = None  # float32 [E]
+    up_codes: Array | None = None
+    up_scales: Array | None = None
+    up_zeros: Array | None = None
+    up_factor: Array | None = None
 
     @property
     def right(self) -> Any:  # shapes stand in for arrays where only a problem is made
-        """The right side, stored in 8 bits or not."""
-        right = self.rhs if self.stored is None else self.stored
-        assert right is not None
-        return right
+        """The right side, its stored numbers, or its codes."""
+        return next(x for x in (self.rhs, self.stored, self.codes) if x is not None)
 
     @property
     def up_right(self) -> Any | None:
-        return self.up if self.up_stored is None else self.up_stored
+        return next((x for x in (self.up, self.up_stored, self.up_codes) if x is not None), None)
 
     @property
     def num_rows(self) -> int:
@@ -80,8 +90,16 @@ class GroupedArrays(NamedTuple):
 
 
 MATRICES, PER_COLUMN = ("rhs", "up", "stored", "up_stored"), ("bias", "up_bias", "scale", "up_scale")
+QUANTISED = {"codes": 3, "scales": 3, "zeros": 3, "factor": 1}
+"""The arrays of a quantised right side, and their axes."""
+CORES = (
+    dict.fromkeys(MATRICES, 3)
+    | dict.fromkeys(PER_COLUMN, 2)
+    | QUANTISED
+    | {f"up_{n}": k for n, k in QUANTISED.items()}
+)
 LEARNED = ("lhs", "rhs", "bias", "up", "up_bias")
-SHARED = frozenset(MATRICES + PER_COLUMN)
+SHARED = frozenset(CORES)
 RESULTS = ("out",)  # [*, M, N]
 
 
@@ -89,6 +107,10 @@ def letters_of(spec: GroupedSpec, gathered: bool) -> Letters:
     """The letters of a call's arrays."""
     own = {"lhs": "L K" if gathered else "M K", "sizes": "E", "rows": "M", "out": "M N"}
     right = "E W K" if spec.transpose_rhs else "E K W"
+    # Blocks of one row are split with the rows.
+    blocks = "E R S" if has_blocks(spec) else "E W S"
+    codes = {"codes": "E W C", "scales": blocks, "zeros": blocks, "factor": "E"}
+    own |= codes | {f"up_{name}": axes for name, axes in codes.items()}
     return Letters.of(own | dict.fromkeys(MATRICES, right) | dict.fromkeys(PER_COLUMN, "E W"))
 
 
@@ -110,6 +132,8 @@ def axes_of(arrays: GroupedArrays, spec: GroupedSpec) -> Mapping[str, tuple[str,
     # An interleaved pair of columns stays together, as heads that go with others do.
     together = {"W": f"H{size['W']}", "N": f"H{size['N']}"}
     split = {HALVES: {}, INTERLEAVED: together}.get(str(spec.gated), {"W": "bN", "N": "bN"})
+    if has_blocks(spec):
+        split = {}
     split = split | ({"K": "bK"} if is_partial(arrays, spec) else {})
     letters = letters_of(spec, arrays.rows is not None).by_name
     return {name: tuple(split.get(letter, letter) for letter in axes) for name, axes in letters.items()}
@@ -119,20 +143,34 @@ def saved_axes(arrays: GroupedArrays, spec: GroupedSpec) -> dict[str, tuple[str,
     """The axes of the residuals that kernels save for the backward."""
     width = arrays.right.shape[-2 if spec.transpose_rhs else -1]
     split = {HALVES: "N", INTERLEAVED: f"H{columns(width, spec)}"}
-    return dict.fromkeys(spec.saved, ("M", split.get(str(spec.gated), "bN")))
+    letter = "N" if has_blocks(spec) else split.get(str(spec.gated), "bN")
+    return dict.fromkeys(spec.saved, ("M", letter))
+
+
+def has_blocks(spec: GroupedSpec) -> bool:
+    """Returns whether columns of a right side share scales, so that no mesh may split them."""
+    return spec.form is not None and spec.form.block[0] != 1
+
+
+def right_of(arrays: GroupedArrays, spec: GroupedSpec, up: bool = False) -> Any:
+    """The right side as an array or, if it is quantised, as a weight whose numbers are in the dtype of the left side."""
+    if spec.form is None:
+        return arrays.up_right if up else arrays.right
+    codes, scales, zeros, factor = (getattr(arrays, f"up_{n}" if up else n) for n in QUANTISED)
+    factor = None if factor is None else lax.bitcast_convert_type(factor, jnp.uint32)
+    return QuantizedWeight(codes, scales, zeros, factor, spec.form, arrays.lhs.dtype)
 
 
 def is_partial(arrays: GroupedArrays, spec: GroupedSpec) -> bool:
     """Returns whether the result is a sum over parts of the contracted axis: nothing is added to it or applied to it."""
-    return spec.is_linear and arrays.bias is None
+    return spec.is_linear and arrays.bias is None and spec.form is None
 
 
 def alike(arrays: GroupedArrays) -> GroupedArrays:
     """Right sides, biases and scales, all with a leading axis or all without."""
-    named = {name: x for name in (*MATRICES, *PER_COLUMN) if (x := getattr(arrays, name)) is not None}
-    cores = {name: 3 if name in MATRICES else 2 for name in named}
-    if all(x.ndim == cores[name] for name, x in named.items()):
+    named = {name: x for name in CORES if (x := getattr(arrays, name)) is not None}
+    if all(x.ndim == CORES[name] for name, x in named.items()):
         return arrays
     batch = arrays.lhs.shape[0]
-    whole = {n: x if x.ndim > cores[n] else jnp.broadcast_to(x, (batch, *x.shape)) for n, x in named.items()}
+    whole = {n: x if x.ndim > CORES[n] else jnp.broadcast_to(x, (batch, *x.shape)) for n, x in named.items()}
     return arrays._replace(**whole)

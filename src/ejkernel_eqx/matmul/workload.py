@@ -12,6 +12,10 @@ from ..core.letters import wide_dtype
 from ..core.words import read_flags, read_sizes, SWITCH
 from ..core.workload import Inputs, random_cotangents, workload_of
 from ..dispatch import Implementation, Problem, Workload
+from ..quantised import QuantFormat
+from ..quantised.format import SCALES
+from ..quantised.numbers import bits_of
+from ..quantised.quantise import format_for, KINDS
 from .core import GROUPED, problem_of
 from .spec import ACTIVATIONS, GATED, GroupedArrays, GroupedSpec, letters_of, PAIR, SHARED, STORED_DTYPES
 
@@ -30,6 +34,7 @@ def workload(implementation: Implementation, problem: Problem) -> Workload:
 
 def spec_of(problem: Problem) -> GroupedSpec:
     activation, gated = problem.flag("activation"), problem.flag("gated")
+    stored: Any = problem.flag("format")
     return GroupedSpec(
         problem.dtype("out"),
         None if activation is None else str(activation),
@@ -37,6 +42,7 @@ def spec_of(problem: Problem) -> GroupedSpec:
         bool(problem.flag("transpose_rhs")),
         limit=LIMIT if problem.flag("limit") else None,
         up_shift=UP_SHIFT if problem.flag("up_shift") else 0.0,
+        form=QuantFormat(stored[0], tuple(stored[1:3]), *stored[3:5]) if stored else None,
     )
 
 
@@ -57,15 +63,29 @@ def make_arrays(problem: Problem, spec: GroupedSpec, seed: int) -> GroupedArrays
             return jnp.asarray(np.stack(rows))
         if name == "rows":
             return jnp.asarray(rng.integers(0, problem.dim("L"), shape.shape, np.int32))
-        if name in ("scale", "up_scale"):
+        if name in ("scale", "up_scale", "factor", "up_factor"):
             return jax.random.uniform(keys[name], shape.shape, shape.dtype, 0.005, 0.015)
         if shape.dtype == jnp.int8:
             return jax.random.randint(keys[name], shape.shape, -127, 128, jnp.int8)
+        if shape.dtype in (jnp.uint8, jnp.uint16, jnp.uint32):
+            return _coded(name.removeprefix("up_"), keys[name], shape, spec.form)
         # Stored numbers of float8 use their range.
         spread = 32.0 if name in ("stored", "up_stored") else 1.0
         return (spread * jax.random.normal(keys[name], shape.shape, jnp.float32)).astype(shape.dtype)
 
     return GroupedArrays(**{name: value(name, shape) for name, shape in shapes.items()})
+
+
+def _coded(name: str, key: Any, shape: Any, form: Any) -> Any:
+    """Random codes, none of which is NaN; scales of about 0.01, which are powers of two or have a factor in 8 bits; zero points."""
+    if name == "scales" and form.scale != "float8_e8m0fnu":
+        size = 1.0 if form.scale == "float8_e4m3fn" else 0.01
+        return bits_of(jax.random.uniform(key, shape.shape, jnp.float32, size / 2, size), form.scale)
+    if name != "codes":
+        first, last = (5, 11) if name == "zeros" else (119, 122)
+        return jax.random.randint(key, shape.shape, first, last).astype(jnp.uint8)
+    kept = {"float8_e4m3fn": 0xF7, "float8_e5m2": 0xBB}.get(form.element, 0xFF)
+    return jax.random.bits(key, shape.shape, jnp.uint8) & kept
 
 
 def _group_sizes(rows: int, count: int, rng: np.random.Generator) -> np.ndarray:
@@ -84,7 +104,16 @@ def _shapes(problem: Problem, spec: GroupedSpec) -> dict[str, Any]:
     size.setdefault("L", size["M"])
     dtype, right = problem.dtype("lhs"), problem.dtype("rhs")
     is_stored, wide = right in STORED_DTYPES, wide_dtype(dtype)
-    side = {"stored": right, "scale": "float32"} if is_stored else {"rhs": right}
+    stored: Any = problem.flag("format")
+    if spec.form is not None:
+        (size["R"], size["S"]), size["C"] = (
+            spec.form.blocks(size["W"], size["K"]),
+            size["K"] * spec.form.bits // 8,
+        )
+        side = {"codes": "uint8", "scales": f"uint{SCALES[stored[3]]}"}
+        side |= ({"zeros": "uint8"} if stored[4] else {}) | ({"factor": "float32"} if stored[5] else {})
+    else:
+        side = {"stored": right, "scale": "float32"} if is_stored else {"rhs": right}
     side |= {"bias": wide} if problem.flag("bias") else {}
     dtypes = {"lhs": dtype, "sizes": "int32"} | side
     if spec.gated == PAIR:
@@ -104,7 +133,8 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
         float64).
     - `flags`: `activation` (none by default, `silu`, `gelu`, `gelu_tanh`, `relu`), `gated` (none by default, `pair`, `halves`,
         `interleaved`), `clipped` (GPT-OSS's limit and shift, with a gate), `transpose_rhs`, `bias`, `gathered`, `stored` (none by default,
-        `int8`, `float8_e4m3fn`, `float8_e5m2`).
+        `int8`, `float8_e4m3fn`, `float8_e5m2`), `quantised` (none by default, or a kind of [`ejkernel_eqx.quantise`][], with
+        `transpose_rhs`).
 
     Raises `ValueError` for an unknown name, a missing size, or sizes that do not fit together.
     """
@@ -113,6 +143,7 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
     )
     switches = dict.fromkeys(("clipped", "transpose_rhs", "bias", "gathered"), SWITCH)
     choices = {"activation": ACTIVATIONS, "gated": GATED, "stored": (None, *STORED_DTYPES), **switches}
+    choices |= {"quantised": (None, *KINDS)}
     options = read_flags(flags, choices)
     if options["clipped"] and options["gated"] is None:
         raise ValueError(
@@ -121,12 +152,22 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
     if "L" in dims and not options["gathered"]:
         raise ValueError("dims: expected no L without gathered=true; the left side has M rows.")
     names = ("activation", "gated", "transpose_rhs", "bias", "gathered")
+    given: dict[str, Any] = {name: options[name] for name in names}
+    given |= {"limit": options["clipped"], "up_shift": options["clipped"]}
+    right, kind = options["stored"] or dtype, options["quantised"]
+    if kind is not None:
+        if options["stored"] or not options["transpose_rhs"]:
+            raise ValueError(
+                "flags: expected transpose_rhs=true and no stored with quantised, as weights are [out, in] and have their scales."
+            )
+        form = format_for(kind, size["K"], None)
+        right = form.element
+        given["format"] = (right, *form.block, form.scale, form.zeros, kind == "nvfp4")
     problem = Problem.make(
         operation,
         dims={name: size[name] for name in ("BMLKNE" if options["gathered"] else "BMKNE")},
-        dtypes={"lhs": dtype, "rhs": options["stored"] or dtype, "out": dtype},
-        flags={name: options[name] for name in names}
-        | {"limit": options["clipped"], "up_shift": options["clipped"]},
+        dtypes={"lhs": dtype, "rhs": right, "out": dtype},
+        flags=given,
         lengths=set(),
     )
     spec = spec_of(problem)

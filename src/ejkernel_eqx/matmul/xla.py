@@ -10,7 +10,7 @@ from jax import Array
 from ..core.arguments import accumulator
 from ..dispatch import Problem
 from .epilogue import finished
-from .spec import GroupedArrays, GroupedSpec, INTERLEAVED, PAIR
+from .spec import GroupedArrays, GroupedSpec, INTERLEAVED, PAIR, right_of
 from .xla_products import Form, rows
 
 _BLOCKS = (8, 16, 32, 64, 128, 256, 512)
@@ -51,12 +51,11 @@ def candidates(problem: Problem, device: Any) -> list[XlaConfig]:
 
 def apply(arrays: GroupedArrays, spec: GroupedSpec, config: XlaConfig) -> dict[str, Array]:
     """`out [*, M, N]`. Leading axes are not merged, as they may be sharded."""
-    first = _product(arrays, arrays.right, arrays.scale, arrays.bias, spec, config)
+    first = _product(arrays, right_of(arrays, spec), arrays.scale, arrays.bias, spec, config)
     if spec.gated is None:
         return {"out": finished(first, None, spec).astype(spec.out_dtype)}
     if spec.gated == PAIR:
-        assert arrays.up_right is not None
-        up = _product(arrays, arrays.up_right, arrays.up_scale, arrays.up_bias, spec, config)
+        up = _product(arrays, right_of(arrays, spec, up=True), arrays.up_scale, arrays.up_bias, spec, config)
         gate = first
     elif spec.gated == INTERLEAVED:
         gate, up = first[..., 0::2], first[..., 1::2]
@@ -67,7 +66,7 @@ def apply(arrays: GroupedArrays, spec: GroupedSpec, config: XlaConfig) -> dict[s
 
 def _product(
     arrays: GroupedArrays,
-    right: Array,
+    right: Any,
     scale: Array | None,
     bias: Array | None,
     spec: GroupedSpec,

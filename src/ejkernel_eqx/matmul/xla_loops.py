@@ -12,6 +12,7 @@ from jax import Array, lax
 from .._shapes import is_symbolic
 from ..core.arguments import accumulator
 from ..parallel import match_varying
+from ..quantised.dequantise import is_quantised
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Form:
     own: int = 0
 
 
-def rows(x: Array, w: Array, sizes: Array, index: Array | None, form: Form) -> Array:
+def rows(x: Array, w: Any, sizes: Array, index: Array | None, form: Form) -> Array:
     lead = x.ndim - 2
     count = sizes.shape[-1] if lead else None
     call = functools.partial(_of_one, form=form, most=count)
@@ -40,7 +41,7 @@ def rows(x: Array, w: Array, sizes: Array, index: Array | None, form: Form) -> A
     return call(x, w, sizes, index)
 
 
-def _of_one(x: Array, w: Array, sizes: Array, index: Array | None, form: Form, most: int | None) -> Array:
+def _of_one(x: Array, w: Any, sizes: Array, index: Array | None, form: Form, most: int | None) -> Array:
     length = x.shape[0] if index is None else index.shape[0]
     columns = w.shape[1] if form.transposed else w.shape[2]
     block, spare = _block(length, form.block)
@@ -113,7 +114,7 @@ def groups(x: Array, y: Array, sizes: Array, index: Array | None, form: Form) ->
 # How a TPU computes them: JAX's own products, which it has kernels for
 
 
-def rows_on_tpu(x: Array, w: Array, sizes: Array, index: Array | None, form: Form) -> Array:
+def rows_on_tpu(x: Array, w: Any, sizes: Array, index: Array | None, form: Form) -> Array:
     if not _is_plain(sizes, (w,), form):
         return rows(x, w, sizes, index, form)
     x = x if index is None else jnp.take(x, index, axis=0, mode="clip")
@@ -140,10 +141,11 @@ def groups_on_tpu(x: Array, y: Array, sizes: Array, index: Array | None, form: F
     return out.astype(form.dtype)
 
 
-def _is_plain(sizes: Array, matrices: tuple[Array, ...], form: Form) -> bool:
+def _is_plain(sizes: Array, matrices: tuple[Any, ...], form: Form) -> bool:
     """Returns whether there are no leading axes, no symbols, and nothing would be converted as a whole."""
     known = not any(is_symbolic(n) for n in sizes.shape)
-    return sizes.ndim == 1 and known and all(w.dtype.name == form.operand for w in matrices)
+    arrays = not any(map(is_quantised, matrices))
+    return sizes.ndim == 1 and known and arrays and all(w.dtype.name == form.operand for w in matrices)
 
 
 def _in_groups(sizes: Array, length: Any) -> Array:

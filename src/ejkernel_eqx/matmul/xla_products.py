@@ -31,15 +31,15 @@ _rows_p = Primitive("ejkernel_grouped_rows")
 _groups_p = Primitive("ejkernel_grouped_groups")
 
 
-def rows(x: Array, w: Array, sizes: Array, index: Array | None, form: Form) -> Array:
-    """`[*, M, N]` of `x [*, M, K]` (`[*, L, K]` with `index [*, M]`), `w [E, K, N]` and `sizes [*, E]`."""
+def rows(x: Array, w: Any, sizes: Array, index: Array | None, form: Form) -> Array:
+    """`[*, M, N]` of `x [*, M, K]` (`[*, L, K]` with `index [*, M]`), `w [E, K, N]`, an array or a quantised weight, and `sizes [*, E]`."""
     form = dataclasses.replace(form, own=w.ndim - 3)
-    return _bind(_rows_p, xla_loops.rows, (x, w), sizes, index, form)
+    return _bind(_rows_p, xla_loops.rows, x, w, sizes, index, form)
 
 
 def groups(x: Array, y: Array, sizes: Array, index: Array | None, form: Form) -> Array:
     """`[E, K, N]` of `x [*, M, K]`, `y [*, M, N]` and `sizes [*, E]`, after the leading axes that it has of its own."""
-    return _bind(_groups_p, xla_loops.groups, (x, y), sizes, index, form)
+    return _bind(_groups_p, xla_loops.groups, x, y, sizes, index, form)
 
 
 def collect(rows: Array, index: Array | None, sizes: Array, length: Any) -> Array:
@@ -66,36 +66,29 @@ def collect(rows: Array, index: Array | None, sizes: Array, length: Any) -> Arra
 def _bind(
     primitive: Primitive,
     function: Callable[..., Array],
-    two: tuple[Array, Array],
-    sizes: Array,
-    index: Array | None,
-    form: Form,
+    *arguments: Any,
 ) -> Array:
-    operands = (*two, sizes) if index is None else (*two, sizes, index)
+    *arrays, form = arguments
+    operands, tree = jax.tree.flatten(tuple(arrays))  # of a quantised weight, its parts
     operands = match_varying(operands, operands)
-    plain = lambda x, y, sizes, index=None: [function(x, y, sizes, index, form)]
+    plain = lambda *operands: [function(*tree.unflatten(operands), form)]
     jaxpr = jax.make_jaxpr(plain)(*operands)
-    (result,) = primitive.bind(*operands, jaxpr=jaxpr, form=form)
+    (result,) = primitive.bind(*operands, jaxpr=jaxpr, form=form, tree=tree)
     return result
 
 
-def _run(*operands: Array, jaxpr: Any, form: Form) -> list[Array]:
+def _run(*operands: Array, jaxpr: Any, form: Form, tree: Any) -> list[Array]:
     return jaxpr_as_fun(jaxpr)(*operands)
 
 
 def _run_on_tpu(function: Callable[..., Array]) -> Callable[..., list[Array]]:
-    return lambda *operands, jaxpr, form: [function(*_split(operands), form)]
-
-
-def _split(operands: Any) -> tuple[Any, Any, Any, Any]:
-    x, y, sizes, *index = operands
-    return x, y, sizes, index[0] if index else None
+    return lambda *operands, jaxpr, form, tree: [function(*tree.unflatten(operands), form)]
 
 
 def _jvp(
-    product: Callable[..., Array], operands: Any, tangents: Any, *, jaxpr: Any, form: Form
+    product: Callable[..., Array], operands: Any, tangents: Any, *, jaxpr: Any, form: Form, tree: Any
 ) -> tuple[Any, Any]:
-    x, y, sizes, index = _split(operands)
+    x, y, sizes, index = tree.unflatten(operands)
     parts = [
         product(*pair, sizes, index, form)
         for pair, t in (((tangents[0], y), tangents[0]), ((x, tangents[1]), tangents[1]))
@@ -106,10 +99,10 @@ def _jvp(
 
 
 def _transpose(
-    of_second: Callable[..., Array], cotangents: Any, *operands: Any, jaxpr: Any, form: Form
+    of_second: Callable[..., Array], cotangents: Any, *operands: Any, jaxpr: Any, form: Form, tree: Any
 ) -> list[Any]:
     """The transpose of a product. `of_second`: the product that the cotangent of the second operand is."""
-    (cotangent,), (x, y, sizes, index) = cotangents, _split(operands)
+    (cotangent,), (x, y, sizes, index) = cotangents, tree.unflatten(operands)
     results: list[Any] = [None] * len(operands)
     # A result that nothing reads costs no product.
     if isinstance(cotangent, ad.Zero):
@@ -125,15 +118,17 @@ def _transpose(
 
 
 def _map(
-    product: Callable[..., Array], operands: Any, axes: Any, *, jaxpr: Any, form: Form
+    product: Callable[..., Array], operands: Any, axes: Any, *, jaxpr: Any, form: Form, tree: Any
 ) -> tuple[Any, Any]:
     size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
     own = form.own + (product is groups)
+    seconds = range(1, 1 + len(jax.tree.leaves(tree.unflatten(operands)[1])))
+    mapped = own > 0 or any(axes[i] is not None for i in seconds)
     front = [
-        _in_front(x, axis, size, whole=i != 1 or own > 0)
+        _in_front(x, axis, size, whole=i not in seconds or mapped)
         for i, (x, axis) in enumerate(zip(operands, axes, strict=True))
     ]
-    return [product(*_split(front), dataclasses.replace(form, own=own))], [0]
+    return [product(*tree.unflatten(front), dataclasses.replace(form, own=own))], [0]
 
 
 def _in_front(x: Array, axis: int | None, size: int, whole: bool) -> Array:
@@ -148,7 +143,7 @@ for _primitive, _product, _other, _tpu in (
 ):
     _primitive.multiple_results = True
     _primitive.def_impl(_run)
-    _primitive.def_abstract_eval(lambda *_, jaxpr, form: jaxpr.out_avals)
+    _primitive.def_abstract_eval(lambda *_, jaxpr, form, tree: jaxpr.out_avals)
     mlir.register_lowering(_primitive, mlir.lower_fun(_run, multiple_results=True))
     mlir.register_lowering(
         _primitive, mlir.lower_fun(_run_on_tpu(_tpu), multiple_results=True), platform="tpu"

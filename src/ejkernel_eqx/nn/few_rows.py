@@ -8,9 +8,8 @@ import jax
 from jax import Array
 
 from ..matmul import Matmul
-from ..quantised import QuantizedWeight
 from .arguments import read_array
-from .projection import check_linear, mesh_of, project
+from .projection import are_multiplied, check_linear, in_dtype, mesh_of, project
 
 
 class Block(NamedTuple):
@@ -107,13 +106,11 @@ def added(matmul: Matmul, name: str, layer: Any, x: Array, residual: Array) -> A
 
 def _operands(
     x: Array, norm: eqx.nn.RMSNorm | None, layers: Mapping[str, Any], widths: tuple[int, ...]
-) -> tuple[list[Array], dict[str, Any]] | None:
+) -> tuple[list[Any], dict[str, Any]] | None:
     """The weights of projections of the norm of `x`, and the options of their `Matmul`; `None` if it does not compute them."""
     weights = [layer.weight for layer in layers.values() if type(layer) is eqx.nn.Linear]
-    linear = len(weights) == len(layers) and all(
-        w.ndim == 2 and not isinstance(w, QuantizedWeight) for w in weights
-    )
-    if not linear or not _is_plain(norm):
+    linear = len(weights) == len(layers) and all(w.ndim == 2 for w in weights)
+    if not linear or not _is_plain(norm) or not are_multiplied(x, weights):
         return None
     if mesh_of((x, weights)) is not None:
         return None
@@ -122,7 +119,7 @@ def _operands(
     options: dict[str, Any] = {"biases": [layer.bias for layer in layers.values()]}
     if norm is not None:
         options |= {"norm": True if norm.weight is None else norm.weight, "norm_eps": norm.eps}
-    return [weight.astype(x.dtype) for weight in weights], options
+    return [in_dtype(weight, x.dtype) for weight in weights], options
 
 
 def plain_norms(q_norm: Any, k_norm: Any, over_all: bool) -> dict[str, Any] | None:

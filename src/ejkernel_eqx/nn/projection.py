@@ -135,6 +135,23 @@ def in_float8(x: Array, weight: QuantizedWeight) -> bool:
     return weight.float8_rows and not are_few(x) and mesh_of((x, weight)) is None
 
 
+def are_multiplied(x: Array, weights: Sequence[Any]) -> bool:
+    """Returns whether a [`Matmul`][ejkernel_eqx.Matmul] multiplies rows by these weights: by arrays, or by quantised ones of one format. On several
+    devices the compiler splits weights whose rows share scales better than the kernel, and makes floats of them first."""
+    if not any(map(is_quantised, weights)):
+        return True
+    forms = {w.format if is_quantised(w) and not w.transposed else None for w in weights}
+    form = forms.pop()
+    if forms or form is None or any(in_float8(x, w) for w in weights):
+        return False
+    return jax.device_count() == 1 or form.block[0] == 1
+
+
+def in_dtype(weight: Array | QuantizedWeight, dtype: Any) -> Array | QuantizedWeight:
+    """The weight of a `Matmul`: an array in this dtype, or quantised as it is."""
+    return weight if is_quantised(weight) else weight.astype(dtype)
+
+
 def product(x: Array, weight: Array | QuantizedWeight, bias: Array | None = None, dtype: Any = None) -> Array:
     """`x` `[..., in]` times the rows of `weight` `[out, in]`, on any mesh: `[..., out]` in `dtype`, by default that of `x`, to which weight and
     bias are cast."""
@@ -142,11 +159,11 @@ def product(x: Array, weight: Array | QuantizedWeight, bias: Array | None = None
     if (
         matmul is not None
         and dtype is None
-        and not isinstance(weight, QuantizedWeight)
         and are_few(x)
+        and are_multiplied(x, [weight])
         and mesh_of((x, weight)) is None
     ):
-        return matmul(x, weight.astype(x.dtype), biases=(bias,))
+        return matmul(x, in_dtype(weight, x.dtype), biases=(bias,))
     if isinstance(weight, QuantizedWeight) and dtype is None and in_float8(x, weight):
         return _product(None, None, x, weight, bias)
     operands = [a.astype(x.dtype) for a in (x, weight, bias) if a is not None]

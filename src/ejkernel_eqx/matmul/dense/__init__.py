@@ -1,1 +1,2 @@
 from .operation import Matmul as Matmul
+from .operation import QuantizedMatmul as QuantizedMatmul

@@ -1,20 +1,24 @@
 """The family's kinds of calls: their problem and their axes."""
 
+from typing import Any
+
 from ...core import Kind
 from ...dispatch import Problem
 from . import reference
-from .spec import axes_of, is_partial, LEARNED, MatmulArrays, MatmulSpec, RESULTS, SHARED, sizes_of
+from .spec import axes_of, is_partial, LEARNED, MatmulArrays, MatmulSpec, RESULTS, SHARED, sizes_of, word_of
 
 
 def problem_of(operation: str, arrays: MatmulArrays, spec: MatmulSpec) -> Problem:
     """The host metadata of a call. Shapes are those seen here: inside a partitioned body, the local ones."""
-    flags = {
+    flags: dict[str, Any] = {
         "activation": spec.activation,
         "gated": spec.gated,
         "norm": spec.eps is not None,
         "bias": any(bias is not None for bias in arrays.biases),
         "residual": arrays.residual is not None,
     }
+    if spec.format is not None:
+        flags["weights"] = word_of(spec.format)
     dtypes = {"x": arrays.x.dtype}
     return Problem.make(operation, dims=sizes_of(arrays), dtypes=dtypes, flags=flags, lengths={"B", "M"})
 

@@ -16,9 +16,10 @@ from ..._shapes import AnyArray, Float, is_symbolic
 from ...core.arguments import array, check_flags, fitting, is_finite
 from ...core.plans import plan_of
 from ...dispatch import PlatformLike
-from ..arguments import check_epilogue, check_floats
+from ...quantised import QuantFormat, QuantizedWeight
+from ..arguments import check_epilogue
 from .core import KINDS
-from .spec import BIASES, FEW_ROWS, MatmulArrays, MatmulSpec, RESULTS, RIGHTS
+from .spec import BIASES, CODED, FEW_CODED_ROWS, FEW_ROWS, MatmulArrays, MatmulSpec, RESULTS, RIGHTS
 
 
 class Matmul(Kernel):
@@ -36,6 +37,10 @@ class Matmul(Kernel):
 
     It is for few rows, as in decoding, where the time is that of reading the weights: up to 64 rows are by default one launch of Triton's kernel on
     GPUs, and more rows XLA's. Weights are `[out, in]`, as in `equinox.nn.Linear`.
+
+    Weights may be quantised, all in one format ([`ejkernel_eqx.QuantizedWeight`][]). Then Triton's kernel reads their codes and makes numbers of them
+    in registers, by default for up to 256 rows. Codes, scales and zero points are constants. XLA, and for tensor cores Triton, rounds the
+    numbers to the dtype of `x`.
 
     Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). Differentiable in reverse mode in all float arrays;
     `platform="xla"` also supports forward mode and second derivatives.
@@ -81,7 +86,7 @@ class Matmul(Kernel):
     def __call__(
         self,
         x: Float[AnyArray, "*B K"],
-        *weights: Float[AnyArray, "N K"],
+        *weights: Float[AnyArray, "N K"] | QuantizedWeight,
         biases: Sequence[Float[AnyArray, " N"] | None] = (),
         norm: Float[AnyArray, " K"] | bool = False,
         norm_eps: float = 1e-6,
@@ -90,7 +95,7 @@ class Matmul(Kernel):
         """**Arguments:**
 
         - `x`: `[..., K]` with any number of leading axes, the rows; bf16, f16, f32 (f64 on XLA).
-        - `weights`: one, `[N, K]`, in the dtype of `x`; with `gated` two of equal shape, of the gate and of what it multiplies.
+        - `weights`: one, `[N, K]`, in the dtype of `x` or quantised; with `gated` two of equal shape, of the gate and of what it multiplies.
         - `biases`: for each weight a vector `[N]` of any float dtype, or `None`; default none.
         - `norm`: whether rows are normalised first: `True`, or the weight of the norm, `[K]`.
         - `norm_eps`: added to the mean square, with a norm.
@@ -112,7 +117,7 @@ class Matmul(Kernel):
     def together(
         self,
         x: Float[AnyArray, "*B K"],
-        *weights: Float[AnyArray, "N K"],
+        *weights: Float[AnyArray, "N K"] | QuantizedWeight,
         biases: Sequence[Float[AnyArray, " N"] | None] = (),
         norm: Float[AnyArray, " K"] | bool = False,
         norm_eps: float = 1e-6,
@@ -135,14 +140,15 @@ class Matmul(Kernel):
         shapes = [(*lead, right.shape[0]) for right in arrays.rights[: spec.count]]
         if 0 in lead:  # no rows: nothing to launch
             return tuple(jnp.zeros(shape, arrays.x.dtype) for shape in shapes)
-        results = KINDS[spec.count].call(self._plan_for(lead), self.operation, arrays, spec)
+        most = FEW_ROWS if spec.format is None else FEW_CODED_ROWS
+        results = KINDS[spec.count].call(self._plan_for(lead, most), self.operation, arrays, spec)
         return tuple(results[name].reshape(shape) for name, shape in zip(RESULTS, shapes))
 
-    def _plan_for(self, lead: tuple[Any, ...]) -> Plan:
+    def _plan_for(self, lead: tuple[Any, ...], most: int = FEW_ROWS) -> Plan:
         """The plan of a call with rows of these axes: many are for XLA, unless a platform or a configuration was asked for."""
         rows, snapshot = math.prod(lead), self.plan.snapshot
         asked = snapshot.requested is not None or snapshot.override is not None
-        if asked or (not is_symbolic(rows) and rows <= FEW_ROWS):
+        if asked or (not is_symbolic(rows) and rows <= most):
             return self.plan
         return dataclasses.replace(make_plan(self.operation, platform="xla"), path=self.plan.path)
 
@@ -153,22 +159,27 @@ class Matmul(Kernel):
         if x.shape[-1] == 0:
             raise ValueError(f"x: expected at least one feature, received shape {x.shape}.")
         biases = tuple(biases or ()) or (None,) * len(weights)
+        form = _format_of(weights)
         if len(biases) != len(weights):
             raise ValueError(
                 f"biases: expected {len(weights)}, one for each weight, received {len(biases)}; None stands for none."
             )
         named: dict[str, Any] = {}
         for i, (weight, bias) in enumerate(zip(weights, biases)):
-            check_floats(f"weights[{i}]", weight, x.dtype)
-            weight = array(f"weights[{i}]", weight, "N K")
-            if weight.ndim != 2 or weight.shape[1] != x.shape[-1] or weight.dtype != x.dtype:
+            if form is None:
+                weight = array(f"weights[{i}]", weight, "N K")
+            if (
+                weight.ndim != 2
+                or weight.shape[1] != x.shape[-1]
+                or (form is None and weight.dtype != x.dtype)
+            ):
                 raise ValueError(
                     f"weights[{i}]: expected [N, {x.shape[-1]}] in {x.dtype}, the features and the dtype of x, received {weight.dtype} of shape "
                     f"{weight.shape}; weights are [out, in], as in equinox.nn.Linear."
                 )
             if 0 in weight.shape:
                 raise ValueError(f"weights[{i}]: expected at least one row, received shape {weight.shape}.")
-            named[RIGHTS[i]] = weight
+            named |= {RIGHTS[i]: weight} if form is None else _coded(f"weights[{i}]", weight, CODED[i])
             if bias is not None:
                 named[BIASES[i]] = fitting(f"biases[{i}]", bias, weight.shape[:1], "N")
         if gated and weights[0].shape != weights[1].shape:
@@ -187,7 +198,12 @@ class Matmul(Kernel):
                 raise ValueError(f"norm: expected True, False or the weight of the norm, received {norm!r}.")
             if norm is not True:
                 named["norm"] = fitting("norm", norm, x.shape[-1:], "features")
-        spec = dataclasses.replace(self.spec, count=count, eps=eps)
+        if form is not None:
+            # If one matrix has a factor, all have one.
+            names = [fields[3] for fields in CODED[: len(weights)]]
+            if any(name in named for name in names):
+                named = dict.fromkeys(names, jnp.uint32(0x3F800000)) | named
+        spec = dataclasses.replace(self.spec, count=count, eps=eps, format=form)
         rows = lambda a: a if a.ndim > 1 else a.reshape(1, -1)
         if residual is not None:
             shape = (*x.shape[:-1], weights[0].shape[0])
@@ -198,3 +214,29 @@ class Matmul(Kernel):
                 )
             named["residual"] = rows(residual)
         return MatmulArrays(rows(x), **named), spec
+
+
+def _format_of(weights: Sequence[Any]) -> QuantFormat | None:
+    """The format of quantised weights; `None` if they are arrays."""
+    forms = [w.format if isinstance(w, QuantizedWeight) else None for w in weights]
+    if any(form != forms[0] for form in forms):
+        names = " and ".join(str(form or "an array") for form in forms)
+        raise ValueError(
+            f"weights: expected arrays, or quantised weights of one format, received {names}; call for each of them, or pass floats, "
+            "weight.astype(x.dtype)."
+        )
+    return forms[0]
+
+
+def _coded(name: str, weight: Any, fields: tuple[str, ...]) -> dict[str, Array]:
+    """The arrays of a quantised weight by the names of `MatmulArrays`."""
+    if weight.transposed:
+        raise ValueError(
+            f"{name}: expected codes [out, in], received a transposed {weight!r}; pass its floats, weight.astype(x.dtype)."
+        )
+    arrays = (weight.codes, weight.scales, weight.zeros, weight.tensor_scale)
+    return {field: jnp.asarray(x) for field, x in zip(fields, arrays) if x is not None}
+
+
+QuantizedMatmul = Matmul
+"""The same class, by the name under which other libraries have the product with a quantised weight."""

@@ -17,7 +17,7 @@ def multiply(arrays: MatmulArrays, spec: MatmulSpec) -> dict[str, Array]:
         x = x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + spec.eps)
     if arrays.norm is not None:
         x = x * _of_rows(arrays.norm.astype(wide), x)
-    products = [x @ jnp.swapaxes(right.astype(wide), -1, -2) for right in arrays.rights]
+    products = [x @ jnp.swapaxes(right, -1, -2) for right in arrays.in_dtype(wide, spec)]
     products = [
         z if bias is None else z + _of_rows(bias.astype(wide), z) for z, bias in zip(products, arrays.biases)
     ]

@@ -5,20 +5,27 @@ and `N2` rows of the right sides, which are stored as an `equinox.nn.Linear` sto
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax import Array
 
 from ...core.letters import Letters
 from ...dispatch import Problem
+from ...quantised import QuantFormat, QuantizedWeight
 
 FEW_ROWS = 64
 """The largest number of rows for which the time of a call is that of reading the weights."""
+FEW_CODED_ROWS = 256
+"""The largest number of rows for which a kernel multiplies by quantised weights; for more, XLA makes floats of them first."""
 RIGHTS: tuple[str, ...] = ("right", "right_1", "right_2")
 BIASES: tuple[str, ...] = ("bias", "bias_1", "bias_2")
 RESULTS = ("out", "out_1", "out_2")
+CODED: tuple[tuple[str, ...], ...] = tuple(
+    tuple(f"{name}{i}" for name in ("codes", "scales", "zeros", "factor")) for i in ("", "_1", "_2")
+)
+"""The arrays of quantised right sides."""
 LEARNED = ("x", *RIGHTS, *BIASES, "norm", "residual")
-SHARED = frozenset({*RIGHTS, *BIASES, "norm"})
+SHARED = frozenset({*RIGHTS, *BIASES, "norm", *sum(CODED, ())})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +35,7 @@ class MatmulSpec:
     - `gated`: whether there are two right sides, of gate and up, and one result.
     - `eps`: of the norm of the rows; `None` without one.
     - `count`: the number of results.
+    - `format`: that of quantised right sides; `None` for arrays of floats.
     """
 
     activation: str | None = None
@@ -37,13 +45,14 @@ class MatmulSpec:
     up_shift: float = 0.0
     eps: float | None = None
     count: int = 1
+    format: QuantFormat | None = None
 
 
 class MatmulArrays(NamedTuple):
     """The arrays of a call; `*` are the leading axes of `x` and the residual. The others have none (or, mapped by `jax.vmap`, all of them)."""
 
     x: Array  # [*, M, K]
-    right: Array  # [N0, K], in the dtype of x, as are the other right sides
+    right: Array | None = None  # [N0, K], in the dtype of x, as are the other right sides
     right_1: Array | None = None  # [N1, K]
     right_2: Array | None = None  # [N2, K]
     bias: Array | None = None  # [N0], any float dtype, as are the others
@@ -51,10 +60,32 @@ class MatmulArrays(NamedTuple):
     bias_2: Array | None = None
     norm: Array | None = None  # [K], any float dtype
     residual: Array | None = None  # [*, M, N0], in the dtype of x
+    # Instead of right sides, where they are quantised: the fields of their `QuantizedWeight`s.
+    codes: Array | None = None  # [N0, K], or [N0, K / 2] with 4 bits
+    codes_1: Array | None = None
+    codes_2: Array | None = None
+    scales: Array | None = None  # [blocks of N0, blocks of K]
+    scales_1: Array | None = None
+    scales_2: Array | None = None
+    zeros: Array | None = None  # as scales
+    zeros_1: Array | None = None
+    zeros_2: Array | None = None
+    factor: Array | None = None  # []
+    factor_1: Array | None = None
+    factor_2: Array | None = None
 
     @property
     def rights(self) -> list[Array]:
-        return [x for x in (self.right, self.right_1, self.right_2) if x is not None]
+        """The right sides as they are stored, in floats or codes."""
+        floats, codes = (self.right, self.right_1, self.right_2), (self.codes, self.codes_1, self.codes_2)
+        return [x for x in (floats if self.codes is None else codes) if x is not None]
+
+    def in_dtype(self, dtype: Any, spec: MatmulSpec) -> list[Array]:
+        """The right sides as floats of a dtype."""
+        if spec.format is None:
+            return [right.astype(dtype) for right in self.rights]
+        fields = [[getattr(self, name) for name in names] for names in CODED[: len(self.rights)]]
+        return [QuantizedWeight(*each, format=spec.format, dtype=dtype).astype(dtype) for each in fields]
 
     @property
     def biases(self) -> list[Array | None]:
@@ -65,6 +96,19 @@ def is_partial(arrays: MatmulArrays, spec: MatmulSpec) -> bool:
     """Returns whether the results are sums over parts of the contracted axis: nothing else is computed."""
     others = (*arrays.biases, arrays.norm, arrays.residual, spec.activation, spec.eps)
     return not spec.gated and all(x is None for x in others)
+
+
+def word_of(form: QuantFormat) -> str:
+    """A format as a word of a problem, such as `uint4-1x128-bfloat16-zeros`."""
+    rows, columns = form.block
+    return f"{form.element}-{rows}x{columns}-{form.scale}{'-zeros' * form.zeros}"
+
+
+def form_of(word: str) -> QuantFormat:
+    """The inverse of `word_of`."""
+    element, block, scale, *zeros = word.split("-")
+    rows, columns = map(int, block.split("x"))
+    return QuantFormat(element, (rows, columns), scale, bool(zeros))
 
 
 def letters_of(spec: MatmulSpec, partial: bool) -> Letters:
@@ -78,7 +122,25 @@ def letters_of(spec: MatmulSpec, partial: bool) -> Letters:
 
 
 def axes_of(arrays: MatmulArrays, spec: MatmulSpec) -> dict[str, tuple[str, ...]]:
-    return letters_of(spec, is_partial(arrays, spec)).axes_of(arrays)
+    partial, form = is_partial(arrays, spec), spec.format
+    axes = letters_of(spec, partial).axes_of(arrays)
+    if form is None:
+        return axes
+    # Codes and scales are shorter than what they stand for. Axes of one group are split together, at the bounds of blocks.
+    features, columns = arrays.x.shape[-1], form.block[1]
+    inside = lambda n: f"H{n}" if partial and (not columns or features % columns == 0) else f"K{n}"
+    # Of rows that share a scale with others, none are split.
+    names = {f"bN{i}": f"N{i}" for i in range(3)} if form.block[0] > 1 else {}
+    axes = {name: tuple(names.get(letter, letter) for letter in letters) for name, letters in axes.items()}
+    axes["x"] = (*axes["x"][:-1], inside(features))
+    for right, fields, stored in zip(RIGHTS, CODED, arrays.rights):
+        codes, scales, zeros, factor = fields
+        blocks = getattr(arrays, scales).shape[-1]
+        rows = axes[right][0] if form.block[0] == 1 else f"R{right}"
+        axes[codes] = (axes[right][0], inside(stored.shape[-1]) if partial else "P")
+        axes[scales] = axes[zeros] = (rows, inside(blocks) if partial else "G")
+        axes[factor] = ()
+    return axes
 
 
 def columns_of(problem: Problem) -> list[int]:

@@ -19,7 +19,7 @@ def apply(arrays: MatmulArrays, spec: MatmulSpec) -> dict[str, Array]:
         h = h * lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + spec.eps)
         x = h if arrays.norm is None else h * _of_rows(arrays.norm.astype(wide), h)
         x = x.astype(dtype)
-    products = [_product(x, *both) for both in zip(arrays.rights, arrays.biases)]
+    products = [_product(x, *both) for both in zip(arrays.in_dtype(dtype, spec), arrays.biases)]
     if spec.gated:
         gate, up = (z.astype(wide) for z in products)
         products = [finished(gate, up, spec).astype(dtype)]

@@ -40,6 +40,8 @@ config_type = PallasConfig
 
 def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
     dtypes = dict(problem.dtypes)
+    if problem.flag("format"):
+        return f"takes arrays and right sides in 8 bits with a scale for each column, not {dtypes['rhs']} in blocks"
     for dtype in ("float64", "float16"):
         if dtype in dtypes.values():
             return f"takes float32 and bfloat16, not {dtype}"

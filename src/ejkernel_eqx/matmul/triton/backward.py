@@ -9,7 +9,7 @@ from ...launch.sizes import cdiv, padded
 from ..epilogue import before_activation
 from ..spec import alike, GroupedArrays, GroupedSpec
 from . import backward_kernels
-from .call import grouped, launcher, TritonConfig
+from .call import grouped, launcher, stored_numbers, TritonConfig
 from .hopper.call import right_gradient
 from .hopper.tile_sizes import check
 from .tile_sizes import GroupedTile
@@ -61,6 +61,7 @@ def _left_gradient(
         KIND=0 if du is None else _SUM,
         TRANSPOSED=not spec.transpose_rhs,
         ROW_SCALE=arrays.stored is not None,
+        **stored_numbers(arrays, spec),
         name="left_kernel",
     )
     taken = results["out"]

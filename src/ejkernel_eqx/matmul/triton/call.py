@@ -9,7 +9,8 @@ from jax import Array
 from ...launch import Launcher
 from ...launch.fields import check_fields, Float32Dot
 from ...launch.sizes import cdiv, padded
-from ..spec import GroupedArrays
+from ...quantised.format import BITS, SCALES
+from ..spec import GroupedArrays, GroupedSpec
 from . import forward_kernel
 from .hopper.call import products
 from .tile_sizes import GroupedTile
@@ -18,6 +19,7 @@ OPERANDS = {"float32": 0, "float16": 1, "bfloat16": 2}
 ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4}
 
 _PLAIN = dict.fromkeys(("GATHERED", "BIAS", "UP_BIAS", "SCALE", "ROW_SCALE", "SAVE"), False)
+_PLAIN |= dict.fromkeys(("ELEMENT", "ROWS", "COLUMNS", "SCALES"), 0) | {"ZEROS": False, "FACTOR": False}
 _PLAIN |= {"KIND": 0, "ACTIVATION": 0, "ALPHA": 1.0, "LIMIT": 0.0, "UP_SHIFT": 0.0}
 """The numbers of a product that nothing follows."""
 
@@ -47,10 +49,21 @@ def grouped(
     if tile.hopper_programs:
         return products(launch, tile, outputs, **numbers)
     count = int(launch.numbers["E"])
-    # Rows past the last group are tiles too.
-    most = rows // tile.block_m + min(count + 1, rows)
+    # Rows past the last group are tiles too. Tiles of one row are never cut.
+    most = rows // tile.block_m + (min(count + 1, rows) if tile.block_m > 1 else 0)
     programs = batch * most * cdiv(width, tile.block_n)
     return launch(forward_kernel.grouped_kernel, tile, outputs, programs, TILES=most, **numbers)
+
+
+def stored_numbers(arrays: GroupedArrays, spec: GroupedSpec) -> dict[str, Any]:
+    """The constants of how right sides are stored."""
+    form = spec.form
+    if form is None:
+        return {}
+    # Elements and dtypes of scales by their places.
+    kinds = {"ELEMENT": 1 + [*BITS].index(form.element), "SCALES": [*SCALES].index(form.scale)}
+    blocks = {"ROWS": form.block[0], "COLUMNS": form.block[1], "ZEROS": form.zeros}
+    return kinds | blocks | {"FACTOR": arrays.factor is not None}
 
 
 def launcher(arrays: GroupedArrays, config: TritonConfig) -> Launcher:

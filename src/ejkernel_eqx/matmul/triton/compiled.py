@@ -10,11 +10,11 @@ from ...launch.sizes import rows_of, too_large
 from ..spec import alike, columns, GroupedArrays, GroupedSpec, HALVES, INTERLEAVED, PAIR
 from ..spec import saved_axes as saved_axes
 from .backward import backward as backward
-from .call import ACTIVATIONS, grouped, launcher
+from .call import ACTIVATIONS, grouped, launcher, stored_numbers
 from .call import TritonConfig as TritonConfig
 from .hopper import tile_sizes as hopper
+from .tile_sizes import blocks_unfit, narrow_unfit, shared_memory, SMALLEST, tiles
 from .tile_sizes import GroupedTile as GroupedTile
-from .tile_sizes import shared_memory, SMALLEST, tiles
 
 OPAQUE = True
 PARTS = {"forward": FORWARD, "lhs": "lhs", "rhs": BOTH}
@@ -32,9 +32,12 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
     dtypes = dict(problem.dtypes)
     if "float64" in dtypes.values():
         return "takes float32, float16 and bfloat16, not float64"
+    if (reason := blocks_unfit(problem)) is not None:
+        return reason
     if problem.dim("E") > MAX_GROUPS:
         return f"takes up to {MAX_GROUPS} groups, not {problem.dim('E')}"
-    if dtypes["rhs"] == "float8_e4m3fn" and device.vendor == "nvidia" and device.capability < (8, 9):
+    is_stored = dtypes["rhs"] == "float8_e4m3fn" and not problem.flag("format")
+    if is_stored and device.vendor == "nvidia" and device.capability < (8, 9):
         return (
             "takes right sides in float8_e4m3fn from compute capability 8.9 on, the device has "
             f"{device.compute_capability or 'none'}; float8_e5m2 and int8 it has"
@@ -60,6 +63,8 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
     why not Hopper's kernels."""
     for kernel in KERNELS:
         tile = getattr(config, kernel)
+        if (reason := narrow_unfit(kernel, tile, problem)) is not None:
+            return f"{kernel} with block_m={tile.block_m} {reason}"
         needed = shared_memory(kernel, tile, problem, device)
         if tile.hopper_programs:
             reason = hopper.unfit(kernel, problem, device) or hopper.tile_unfit(kernel, tile, problem)
@@ -118,6 +123,7 @@ def forward(
         BIAS=arrays.bias is not None,
         UP_BIAS=arrays.up_bias is not None,
         SCALE=arrays.stored is not None,
+        **stored_numbers(arrays, spec),
         ACTIVATION=ACTIVATIONS[spec.activation],
         ALPHA=spec.alpha,
         LIMIT=spec.limit or 0.0,

@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 
 from ...launch.activations import sigmoid
+from .codes import Form
+from .quantised_products import product_of_codes
 from .tile import place_of, product, swizzled
 
 PAIR, HALVES, INTERLEAVED, SUM = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
@@ -51,10 +53,12 @@ def scaled(acc, scale_ptr, bias_ptr, at, n, W: tl.constexpr, SCALE: tl.constexpr
 @triton.jit
 def grouped_kernel(
     lhs_ptr, right_ptr, sizes_ptr, other_lhs_ptr, up_ptr, rows_ptr,  # [B, L, K], [E, K, W] or, mapped, [B, E, K, W], [B, E], as both, [B, M]
-    bias_ptr, up_bias_ptr, scale_ptr, up_scale_ptr, M, L, E, TILES,  # [E, W] or, mapped, [B, E, W]
+    bias_ptr, up_bias_ptr, scale_ptr, up_scale_ptr,  # [E, W] or, mapped, [B, E, W]
+    scales_ptr, zeros_ptr, factor_ptr, up_scales_ptr, up_zeros_ptr, up_factor_ptr, M, L, E, TILES,  # of codes: blocks, and [E]
     out_ptr, gate_ptr, up_z_ptr,  # [B, M, N]
     K: tl.constexpr, W: tl.constexpr, N: tl.constexpr, KIND: tl.constexpr, TRANSPOSED: tl.constexpr, GATHERED: tl.constexpr,
     MAPPED: tl.constexpr, BIAS: tl.constexpr, UP_BIAS: tl.constexpr, SCALE: tl.constexpr, ROW_SCALE: tl.constexpr,
+    ELEMENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr, FACTOR: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_SHIFT: tl.constexpr, SAVE: tl.constexpr, FAST: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SWIZZLE: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -94,25 +98,43 @@ def grouped_kernel(
     index = group.to(tl.int64)
     if MAPPED:
         index += b * E
-    right = right_ptr + index * (K * W)
-    up = up_ptr + index * (K * W)
-    if KIND == HALVES:
-        up = right + (N * K if TRANSPOSED else N)
     start = column * wide + tl.arange(0, wide)  # [wide]
     acc = tl.zeros([BLOCK_M, wide], tl.float32)
     other = acc
     lhs = lhs_ptr + b * L * K
     count: tl.constexpr = 2 * N if KIND == INTERLEAVED else N
-    row_scale = scale_ptr + index * K
-    acc, other = product(
-        acc, other, lhs, row, right, up, row_scale, start, K, W, count, two, TRANSPOSED, ROW_SCALE, wide, BLOCK_K, OPERAND,
-        PRECISION)  # fmt: skip
-    if KIND == SUM:
-        lhs = other_lhs_ptr + b * L * K
-        row_scale = up_scale_ptr + index * K
+    if ELEMENT > 0:
+        form: tl.constexpr = Form(ELEMENT, ROWS, COLUMNS, SCALES, ZEROS)
+        acc = product_of_codes(
+            lhs, row, right_ptr, scales_ptr, zeros_ptr, factor_ptr, index, column * wide, K, W, count, form, TRANSPOSED, FACTOR, FAST,
+            BLOCK_M, wide, BLOCK_K, OPERAND, PRECISION)  # fmt: skip
+        if KIND == HALVES:
+            other = product_of_codes(
+                lhs, row, right_ptr, scales_ptr, zeros_ptr, factor_ptr, index, N + column * wide, K, W, W, form, TRANSPOSED,
+                FACTOR, FAST, BLOCK_M, wide, BLOCK_K, OPERAND, PRECISION)  # fmt: skip
+        if KIND == PAIR or KIND == SUM:
+            if KIND == SUM:
+                lhs = other_lhs_ptr + b * L * K
+            other = product_of_codes(
+                lhs, row, up_ptr, up_scales_ptr, up_zeros_ptr, up_factor_ptr, index, column * wide, K, W, count, form,
+                TRANSPOSED, FACTOR, FAST, BLOCK_M, wide, BLOCK_K, OPERAND, PRECISION)  # fmt: skip
+        if KIND == SUM:
+            acc += other
+    else:
+        right = right_ptr + index * (K * W)
+        up = up_ptr + index * (K * W)
+        if KIND == HALVES:
+            up = right + (N * K if TRANSPOSED else N)
+        row_scale = scale_ptr + index * K
         acc, other = product(
-            acc, other, lhs, row, up, up, row_scale, start, K, W, count, False, TRANSPOSED, ROW_SCALE, wide, BLOCK_K, OPERAND,
+            acc, other, lhs, row, right, up, row_scale, start, K, W, count, two, TRANSPOSED, ROW_SCALE, wide, BLOCK_K, OPERAND,
             PRECISION)  # fmt: skip
+        if KIND == SUM:
+            lhs = other_lhs_ptr + b * L * K
+            row_scale = up_scale_ptr + index * K
+            acc, other = product(
+                acc, other, lhs, row, up, up, row_scale, start, K, W, count, False, TRANSPOSED, ROW_SCALE, wide, BLOCK_K, OPERAND,
+                PRECISION)  # fmt: skip
     # The epilogue: scale and bias, the activation, the gate.
     at = index * W
     acc = scaled(acc, scale_ptr, bias_ptr, at, start, W, SCALE, BIAS)  # [BLOCK_M, wide]

@@ -4,13 +4,14 @@ import dataclasses
 from typing import Any
 
 from ...dispatch import DeviceFacts, Problem
-from ...launch.fields import Block, check_fields, Count, Programs, Warps
+from ...launch.fields import Block, check_fields, Count, Power, Programs, Warps
 from ...launch.sizes import cdiv, padded, shared_memory_of
+from ...quantised.format import BITS
 from ..spec import HALVES, INTERLEAVED, PAIR
 
 Sizes = tuple[Any, ...]
 """The fields of a tile up to its stages or its swizzle."""
-_ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
+_ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2} | dict.fromkeys(BITS, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,12 +19,14 @@ class GroupedTile:
     """A tile: `block_m` rows by `block_n` columns, `block_k` of the contracted axis at a time, and `swizzle` rows of tiles that share
     columns in the cache. Of gradients of right sides: `block_k` by `block_n` columns, `block_m` rows at a time; Triton's kernel has no `swizzle`.
 
+    With `block_m` 1, which quantised right sides have in the forward, a program multiplies one row without tensor cores.
+
     `hopper_programs`: how many programs of Hopper's kernel go from tile to tile, usually one for each multiprocessor; 0 for Triton's kernel,
     with a program for each tile. In Hopper's kernel `num_warps` are those of a consumer, always 4. Both consumers have half of every tile's
     rows or, `alternating`, every other tile of the program, which one stores while the other multiplies."""
 
-    block_m: Block
-    block_n: Block
+    block_m: Power
+    block_n: Power
     block_k: Block
     num_warps: Warps
     num_stages: Count
@@ -53,12 +56,58 @@ _RIGHT: tuple[Sizes, ...] = (
 )  # fmt: skip
 
 
+_ONE_ROW: tuple[Sizes, ...] = (
+    (1, 8, 2048, 2, 1), (1, 8, 4096, 4, 1), (1, 4, 4096, 4, 1), (1, 8, 1024, 1, 1), (1, 16, 2048, 2, 1),
+)  # fmt: skip
+"""For few groups of more than one row: columns, and twice as much of the contracted axis as with 8 bits."""
+
+
 def tiles(problem: Problem, device: DeviceFacts) -> dict[str, list[GroupedTile]]:
     """Tiles of Triton's kernels, best first, fitted to the problem and to shared memory."""
     each = problem.dim("M") / max(problem.dim("E"), 1)
     sizes = next(sizes for least, sizes in _ROWS if each >= least)
+    if problem.flag("format"):  # a thread has the numbers of a tile in registers
+        sizes = tuple(size for size in sizes if size[1] <= 32 * size[3])
     lists = {"forward": sizes, "lhs": sizes, "rhs": _RIGHT}
-    return {kernel: _fitted(kernel, sizes, problem, device) for kernel, sizes in lists.items()}
+    fitted = {kernel: _fitted(kernel, sizes, problem, device) for kernel, sizes in lists.items()}
+    if each <= 1 and problem.flag("format"):
+        fitted["forward"] = _one_row(problem) + fitted["forward"]
+    return fitted
+
+
+def _one_row(problem: Problem) -> list[GroupedTile]:
+    """Tiles of one row, those first that have little work on columns that do not exist."""
+    inner, bits = problem.dim("K"), BITS[problem.dtype("rhs")]
+    sizes = [(m, n, min(k * 4 // bits, padded(inner)), *rest) for m, n, k, *rest in _ONE_ROW]
+    made = [GroupedTile(*size) for size in dict.fromkeys(sizes)]
+    fitting = [tile for tile in made if narrow_unfit("forward", tile, problem) is None]
+    return sorted(fitting, key=lambda tile: 8 * cdiv(inner, tile.block_k) * tile.block_k // inner)
+
+
+def blocks_unfit(problem: Problem) -> str | None:
+    """The reason why kernels cannot read quantised right sides."""
+    form: Any = problem.flag("format")
+    if not form:
+        return None
+    columns, each = form[2], 32 // BITS[form[0]]
+    if columns & (columns - 1):
+        return f"takes blocks of a power of two of columns, not {columns}"
+    if problem.dim("K") % each or columns % each:
+        return f"reads words of {each} codes, not K = {problem.dim('K')} in blocks of {columns or 'all'}"
+    return None
+
+
+def narrow_unfit(kernel: str, tile: GroupedTile, problem: Problem) -> str | None:
+    """The reason why a tile cannot be narrower than those of tensor cores; `None` if it can, or is not."""
+    form: Any = problem.flag("format")
+    if min(tile.block_m, tile.block_n) >= 16:
+        return None
+    if kernel != "forward" or tile.block_m != 1 or not form:
+        return "has sides from 16 on, but for one row of the forward with a quantised right side"
+    run = 32 if BITS[form[0]] == 4 and form[2] != 16 else 16
+    if problem.dim("K") % run or form[2] % run:
+        return f"multiplies one row by runs of {run} columns, not K = {problem.dim('K')} in blocks of {form[2] or 'all'}"
+    return None
 
 
 def _fitted(

@@ -3,11 +3,13 @@
 import math
 from typing import Any
 
+import jax
 from jax import Array
 
 from ..._signatures import Module
 from ...dispatch import PlatformLike
 from ...matmul import GroupedMatmul
+from ...quantised.dequantise import is_quantised
 from ...weights.experts import experts as filled_experts
 from ..activations import matmul_options
 from ..parts import Parts
@@ -50,7 +52,12 @@ class Experts(Module):
 
     def __call__(self, rows: Array, sizes: Array) -> Array:
         """Rows `[M, E]` in the order of their experts, of which `sizes [N]` says how many each has; rows behind them give 0."""
-        gate, up, down = (w.astype(rows.dtype) for w in (self.gate_proj, self.up_proj, self.down_proj))
+        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
+        # One product takes gate and up stored alike, `[N, out, in]`.
+        alike = jax.tree.structure(gate) == jax.tree.structure(up)
+        as_is = lambda w: is_quantised(w) and not w.transposed
+        gate, up = (w if alike and as_is(w) else w.astype(rows.dtype) for w in (gate, up))
+        down = down if as_is(down) else down.astype(rows.dtype)
         biases = {"bias": self.gate_proj_bias, "up_bias": self.up_proj_bias}
         hidden = self.hidden(rows, gate, sizes, up=up, **biases)
         return self.out(hidden, down, sizes, bias=self.down_proj_bias)

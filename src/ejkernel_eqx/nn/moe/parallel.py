@@ -15,6 +15,7 @@ from ...core.plans import again_for_gradients, has_simulated
 from ...dispatch import Backend
 from ...dispatch.device import place_of_calls
 from ...parallel.mesh import explicit_mesh, inside_manual_mesh, resharded, spec_of
+from ...quantised.dequantise import is_quantised
 from ..projection import mesh_axes
 from .dispatch import combined, dispatched, order_of
 from .exchange import Padded, Ragged
@@ -122,7 +123,8 @@ def _by_types(mesh: Any, experts: Any, x: Array, exchange: str) -> _Split:
     are gathered, as for training with parameters split over the devices of the batch."""
     lead = spec_of(x)[:-1]
     tokens = tuple(axis for entry in lead for axis in mesh_axes(entry))
-    of_experts, of_hidden, _ = spec_of(experts.gate_proj)
+    gate = experts.gate_proj
+    of_experts, of_hidden, _ = spec_of(gate.codes if is_quantised(gate) else gate)
     hidden = tuple(axis for axis in mesh_axes(of_hidden) if axis not in tokens)
     return _Split(mesh, mesh_axes(of_experts), tokens, hidden, PartitionSpec(*lead, None), exchange)
 
@@ -159,9 +161,26 @@ def _automatic_mesh(parallel: ExpertParallel, arrays: Any) -> Any:
     return None
 
 
+_HIDDEN = {"gate_proj": -2, "up_proj": -2, "down_proj": -1}
+"""The axis of hidden features of each weight."""
+
+
+def _with_whole_blocks(split: _Split, weight: Any, axis: int) -> Any:
+    """The weight, as floats if devices would cut blocks of codes that share a scale."""
+    if not is_quantised(weight):
+        return weight
+    least = 8 // weight.format.bits if axis == -1 else 1  # codes of a byte
+    share = weight.shape[axis] // split.size(split.hidden)
+    is_cut = split.hidden and share % max(weight.format.block[axis], least)
+    return weight.astype(weight.dtype) if weight.transposed or is_cut else weight
+
+
 @eqx.filter_jit
 def _on_mesh(split: _Split, router: Any, experts: Any, x: Array, real: Array | None) -> Any:
     """Compiled: outside of `jit`, arrays on a mesh meet others in compiled functions alone."""
+    where = lambda e: tuple(getattr(e, name) for name in _HIDDEN)
+    whole = [_with_whole_blocks(split, *each) for each in zip(where(experts), _HIDDEN.values())]
+    experts = eqx.tree_at(where, experts, whole)
     arrays, static = eqx.partition((router, experts), eqx.is_array)
     one = lambda axes: axes or None
     columns = PartitionSpec(one(split.experts), one(split.hidden))
@@ -173,7 +192,16 @@ def _on_mesh(split: _Split, router: Any, experts: Any, x: Array, real: Array | N
         "up_proj_bias": columns,
         "down_proj_bias": PartitionSpec(one(split.experts), None),
     }
-    spec_at = lambda path, leaf: specs[path[-1].name] if path[0].idx else PartitionSpec()
+
+    def spec_at(path: Any, leaf: Any) -> PartitionSpec:
+        if not path[0].idx:
+            return PartitionSpec()
+        name = next(key.name for key in path if getattr(key, "name", "") in specs)
+        if path[-1].name == name:
+            return specs[name]
+        # A part of a quantised weight: its codes, blocks, or factors; a single block of an axis is that of every device.
+        return PartitionSpec(*(axis if size > 1 else None for axis, size in zip(specs[name], leaf.shape)))
+
     of_weights = jax.tree_util.tree_map_with_path(spec_at, arrays)
     of_rows = PartitionSpec(*split.x[:-1])
     given, placed = (arrays, x, real), (of_weights, split.x, None if real is None else of_rows)

@@ -13,16 +13,18 @@ from ....launch.fields import check_fields, Float32Dot
 from ....launch.sizes import too_large
 from ....normalization.spec import NormArrays, NormSpec
 from ....normalization.triton import compiled as norms
+from ....quantised.format import BITS, SCALES
 from ...triton.call import ACTIVATIONS, OPERANDS
 from .. import xla
-from ..spec import BIASES, MatmulArrays, MatmulSpec, RESULTS, RIGHTS
+from ..spec import BIASES, CODED, form_of, MatmulArrays, MatmulSpec, RESULTS, RIGHTS
 from . import kernel
-from .tile_sizes import programs_of, shared_memory, tiles
+from .tile_sizes import programs_of, shared_memory, tiles, unit_of
 from .tile_sizes import RowsTile as RowsTile
 
 OPAQUE = True
 PARTS = {"tile": FORWARD}
 _RANKS: dict[str, int] = dict.fromkeys(RIGHTS, 2) | dict.fromkeys((*BIASES, "norm"), 1)
+_RANKS |= {name: rank for fields in CODED for name, rank in zip(fields, (2, 2, 2, 0))}
 """Of the arrays that all rows share."""
 
 
@@ -45,6 +47,12 @@ unavailable = kernels_unavailable
 def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
     if problem.dtype("x") == "float64":
         return "takes float32, float16 and bfloat16, not float64"
+    word = problem.flag("weights")
+    if word is not None:
+        form, features = form_of(str(word)), problem.dim("K")
+        each = 32 // form.bits
+        if features % each or (form.block[1] < features and form.block[1] % each):
+            return f"reads words of {each} codes, of which neither {features} features nor blocks of {form.block[1]} are a multiple"
     return None
 
 
@@ -56,7 +64,8 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     """Configurations worth timing, the heuristic first."""
     nvidia = device.vendor == "nvidia"
     # With one row, a program's norm costs less than a launch. It leaves rows unscaled, which float16 may not hold.
-    few = problem.dim("B") * problem.dim("M") <= 2 and problem.dtype("x") != "float16"
+    most = 2 if problem.flag("weights") is None else 1
+    few = problem.dim("B") * problem.dim("M") <= most and problem.dtype("x") != "float16"
     apart = bool(problem.flag("norm")) and not few
     precision = "tf32x3" if nvidia else "ieee"
     return [TritonConfig(tile, apart, precision, nvidia) for tile in tiles(problem, device)]
@@ -67,6 +76,13 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
     tile = config.tile
     if problem.flag("norm") and problem.dtype("x") == "float16" and not config.norm_apart:
         return "norm_apart=False leaves rows unscaled, which may be too large for float16"
+    if problem.flag("weights") is None:
+        if tile.split_k > 1:
+            return "split_k is for quantised weights"
+    elif 1 < tile.block_m < 16:
+        return "multiplies by quantised weights in tiles of 1, 16 or more rows"
+    elif tile.block_m > 1 and problem.flag("norm") and not config.norm_apart:
+        return "norm_apart=False is for single rows where weights are quantised"
     sizes = f"{tile.block_m}x{tile.block_n}x{tile.block_k}"
     return too_large("tile", sizes, tile.num_stages, shared_memory(tile, problem), device)
 
@@ -87,6 +103,8 @@ def _forward(arrays: MatmulArrays, spec: MatmulSpec, config: TritonConfig) -> di
         )
         arrays, spec = arrays._replace(x=normed["out"], norm=None), dataclasses.replace(spec, eps=None)
     columns = [right.shape[0] for right in arrays.rights][: spec.count]
+    form = spec.format
+    rows_alike, columns_alike = (0, 0) if form is None else form.block
     numbers: dict[str, Any] = {
         "M": batch * rows,
         "K": features,
@@ -103,11 +121,20 @@ def _forward(arrays: MatmulArrays, spec: MatmulSpec, config: TritonConfig) -> di
         "OPERAND": OPERANDS[arrays.x.dtype.name],
         "PRECISION": config.float32_dot,
         "STAGES": config.tile.num_stages,
+        # Elements and dtypes of scales by their places.
+        "ELEMENT": 0 if form is None else 1 + [*BITS].index(form.element),
+        "ROWS": rows_alike,
+        "COLUMNS": 0 if columns_alike >= features else columns_alike,
+        "SCALE": 0 if form is None else [*SCALES].index(form.scale),
+        "ZEROS": arrays.zeros is not None,
+        "FACTOR": arrays.factor is not None,
+        "UNIT": 0 if form is None else unit_of(form, features, config.tile.block_k),
     }
     numbers |= {f"N{i}": n for i, n in enumerate((*columns, 0, 0)[:3])}
     numbers |= {name.upper(): getattr(arrays, name) is not None for name in BIASES}
     outputs = {name: result(batch, rows, n, dtype=arrays.x.dtype) for name, n in zip(RESULTS, columns)}
-    launch = Launcher("matmul", arrays._asdict(), numbers, arrays.x)
+    stored = dict(zip(RIGHTS, arrays.rights)) if form is not None else {}
+    launch = Launcher("matmul", arrays._asdict() | stored, numbers, arrays.x)
     made = launch(
         kernel.rows_kernel,
         config.tile,

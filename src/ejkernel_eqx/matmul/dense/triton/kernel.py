@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from ...triton.coded import row_times_codes, rows_times_codes
+from ...triton.codes import Form
 from ...triton.forward_kernel import activated
 from ...triton.tile import operand
 
@@ -49,18 +51,43 @@ def times(x, w, acc, FEW: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def times_codes(
+    x_ptr, norm_ptr, codes_ptr, scales_ptr, zeros_ptr, row, n, K: tl.constexpr, form: Form, UNIT: tl.constexpr,
+    NORM: tl.constexpr, NORM_WEIGHT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Rows times rows `n` of quantised weights `[BLOCK_M, BLOCK_N]`, and of one row the sum of its squares `[BLOCK_M]`."""
+    if BLOCK_M == 1:
+        first = x_ptr + tl.max(row, 0).to(tl.int64) * K
+        acc, total = row_times_codes(
+            first, norm_ptr, codes_ptr, scales_ptr, zeros_ptr, n, K, form, UNIT, NORM, NORM_WEIGHT, BLOCK_N, BLOCK_K, STAGES
+        )  # fmt: skip
+        acc = acc[None, :]
+        total = total + tl.zeros([BLOCK_M], tl.float32)
+    else:
+        acc = rows_times_codes(
+            x_ptr, codes_ptr, scales_ptr, zeros_ptr, row, n, K, form, UNIT, OPERAND, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, SPLIT_K, STAGES
+        )  # fmt: skip
+        total = tl.zeros([BLOCK_M], tl.float32)
+    return acc, total
+
+
+@triton.jit
 def rows_kernel(
     x_ptr, right_ptr, right_1_ptr, right_2_ptr,  # [M, K], [N0, K], [N1, K], [N2, K]
+    scales_ptr, scales_1_ptr, scales_2_ptr, zeros_ptr, zeros_1_ptr, zeros_2_ptr, factor_ptr, factor_1_ptr, factor_2_ptr,
     bias_ptr, bias_1_ptr, bias_2_ptr, norm_ptr, residual_ptr, M,  # [N0], [N1], [N2], [K], [M, N0]
     out_ptr, out_1_ptr, out_2_ptr,  # [M, N0], [M, N1], [M, N2]
     K: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
     BIAS_1: tl.constexpr, BIAS_2: tl.constexpr, NORM: tl.constexpr, NORM_WEIGHT: tl.constexpr, EPS: tl.constexpr,
     RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_SHIFT: tl.constexpr,
     FAST: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    ELEMENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SCALE: tl.constexpr, ZEROS: tl.constexpr,
+    FACTOR: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # out_i = act(norm(x) right_i^T + bias_i), or one out = act(gate) (up + UP_SHIFT); plus the residual. N1 and N2 are 0 where no program computes
-    # another result.
+    # another result. With an `ELEMENT` right sides are codes, uint8 `[N0, K]` or `[N0, K / 2]`, with scales, zeros and a factor of the matrix.
     few: tl.constexpr = BLOCK_M < 16
     pid = tl.program_id(0)
     tiles = tl.cdiv(M, BLOCK_M)
@@ -76,54 +103,76 @@ def rows_kernel(
     k = tl.arange(0, BLOCK_K)  # [BLOCK_K]
     # Rows past the last are read as the last, and not stored.
     row = tl.minimum(m, M - 1)  # [BLOCK_M]
-    x_at = x_ptr + row.to(tl.int64)[:, None] * K + k[None, :]  # [BLOCK_M, BLOCK_K]
-    w_at = tl.minimum(n, N - 1).to(tl.int64)[:, None] * K + k[None, :]  # [BLOCK_N, BLOCK_K]
-    whole: tl.constexpr = K % BLOCK_K == 0
-    if few:
-        acc = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], tl.float32)
-        squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+    if ELEMENT:
+        form: tl.constexpr = Form(ELEMENT, ROWS, COLUMNS, SCALE, ZEROS)
+        scales = one_of(which, scales_ptr, scales_1_ptr, scales_2_ptr, N1, N2)
+        zeros = one_of(which, zeros_ptr, zeros_1_ptr, zeros_2_ptr, N1, N2)
+        mine = tl.minimum(n, N - 1)  # [BLOCK_N]
+        acc, total = times_codes(
+            x_ptr, norm_ptr, right, scales, zeros, row, mine, K, form, UNIT, NORM, NORM_WEIGHT, OPERAND, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+            SPLIT_K, STAGES,
+        )  # fmt: skip
+        if FACTOR:
+            acc *= tl.load(one_of(which, factor_ptr, factor_1_ptr, factor_2_ptr, N1, N2)).to(
+                tl.float32, bitcast=True
+            )
+        if GATED:
+            up, _ = times_codes(
+                x_ptr, norm_ptr, right_1_ptr, scales_1_ptr, zeros_1_ptr, row, mine, K, form, UNIT, NORM, NORM_WEIGHT, OPERAND, PRECISION, BLOCK_M,
+                BLOCK_N, BLOCK_K, SPLIT_K, STAGES,
+            )  # fmt: skip
+            if FACTOR:
+                up *= tl.load(factor_1_ptr).to(tl.float32, bitcast=True)
     else:
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        squares = tl.zeros([BLOCK_M], tl.float32)
-    up = acc
-    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        if whole:
-            w = tl.load(right + w_at + start)  # [BLOCK_N, BLOCK_K]
-            if GATED:
-                u = tl.load(right_1_ptr + w_at + start)  # [BLOCK_N, BLOCK_K]
-            x = tl.load(x_at + start)  # [BLOCK_M, BLOCK_K]
-        else:
-            inside = start + k < K  # [BLOCK_K]
-            w = tl.load(right + w_at + start, mask=inside[None, :], other=0.0)
-            if GATED:
-                u = tl.load(right_1_ptr + w_at + start, mask=inside[None, :], other=0.0)
-            x = tl.load(x_at + start, mask=inside[None, :], other=0.0)
-        # The norm's factor is one number a row: it scales the sums, after the loop.
-        if NORM:
-            wide = x.to(tl.float32)  # [BLOCK_M, BLOCK_K]
-            if few:
-                squares += wide * wide
-            else:
-                squares += tl.sum(wide * wide, 1)
-            if NORM_WEIGHT:
-                weight = tl.load(norm_ptr + start + k, mask=start + k < K, other=0.0).to(
-                    tl.float32
-                )  # [BLOCK_K]
-                x = wide * weight[None, :]
-                if not few:
-                    x = operand(x, OPERAND)  # [BLOCK_M, BLOCK_K]
-        acc = times(x, w, acc, few, PRECISION)
-        if GATED:
-            up = times(x, u, up, few, PRECISION)
-    if few:
-        acc = tl.sum(acc, 2)  # [BLOCK_M, BLOCK_N]
-        if GATED:
-            up = tl.sum(up, 2)  # [BLOCK_M, BLOCK_N]
-    if NORM:
+        x_at = x_ptr + row.to(tl.int64)[:, None] * K + k[None, :]  # [BLOCK_M, BLOCK_K]
+        w_at = tl.minimum(n, N - 1).to(tl.int64)[:, None] * K + k[None, :]  # [BLOCK_N, BLOCK_K]
+        whole: tl.constexpr = K % BLOCK_K == 0
         if few:
-            total = tl.sum(squares, 1)  # [BLOCK_M]
+            acc = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], tl.float32)
+            squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
         else:
-            total = squares
+            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            squares = tl.zeros([BLOCK_M], tl.float32)
+        up = acc
+        for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            if whole:
+                w = tl.load(right + w_at + start)  # [BLOCK_N, BLOCK_K]
+                if GATED:
+                    u = tl.load(right_1_ptr + w_at + start)  # [BLOCK_N, BLOCK_K]
+                x = tl.load(x_at + start)  # [BLOCK_M, BLOCK_K]
+            else:
+                inside = start + k < K  # [BLOCK_K]
+                w = tl.load(right + w_at + start, mask=inside[None, :], other=0.0)
+                if GATED:
+                    u = tl.load(right_1_ptr + w_at + start, mask=inside[None, :], other=0.0)
+                x = tl.load(x_at + start, mask=inside[None, :], other=0.0)
+            # The norm's factor is one number a row: it scales the sums, after the loop.
+            if NORM:
+                wide = x.to(tl.float32)  # [BLOCK_M, BLOCK_K]
+                if few:
+                    squares += wide * wide
+                else:
+                    squares += tl.sum(wide * wide, 1)
+                if NORM_WEIGHT:
+                    weight = tl.load(norm_ptr + start + k, mask=start + k < K, other=0.0).to(
+                        tl.float32
+                    )  # [BLOCK_K]
+                    x = wide * weight[None, :]
+                    if not few:
+                        x = operand(x, OPERAND)  # [BLOCK_M, BLOCK_K]
+            acc = times(x, w, acc, few, PRECISION)
+            if GATED:
+                up = times(x, u, up, few, PRECISION)
+        if few:
+            acc = tl.sum(acc, 2)  # [BLOCK_M, BLOCK_N]
+            if GATED:
+                up = tl.sum(up, 2)  # [BLOCK_M, BLOCK_N]
+        if NORM:
+            if few:
+                total = tl.sum(squares, 1)  # [BLOCK_M]
+            else:
+                total = squares
+    if NORM:
         scale = tl.rsqrt(total / K + EPS)[:, None]  # [BLOCK_M, 1]
         acc *= scale
         if GATED:

@@ -6,26 +6,30 @@ import jax.numpy as jnp
 
 from ....dispatch import DeviceFacts, Problem
 from ....launch.fields import check_fields, Count, Power, Warps
-from ....launch.sizes import cdiv, padded, shared_memory_of
-from ..spec import columns_of, FEW_ROWS
+from ....launch.sizes import cdiv, numbers_of, padded, shared_memory_of
+from ....quantised import QuantFormat
+from ..spec import columns_of, FEW_ROWS, form_of
 
 
 @dataclasses.dataclass(frozen=True)
 class RowsTile:
     """A program multiplies `block_m` rows by `block_n` rows of the weights, `block_k` features at a time. With less than 16 rows it multiplies
-    without tensor cores."""
+    without tensor cores. Of quantised weights, `split_k` groups of warps take so many features each."""
 
     block_m: Power
     block_n: Power
     block_k: Power
     num_warps: Warps
     num_stages: Count
+    split_k: Power = 1
 
     __post_init__ = check_fields
 
 
 def tiles(problem: Problem, device: DeviceFacts) -> list[RowsTile]:
     """The heuristic's first."""
+    if problem.flag("weights") is not None:
+        return _coded_tiles(problem, device)
     rows, columns = problem.dim("B") * problem.dim("M"), sum(columns_of(problem))
     shapes = _ONE if rows <= 2 else _FEW if rows <= 16 else _MANY
     # As many programs as keep the memory busy: with few columns, each has fewer of them.
@@ -43,10 +47,50 @@ _MANY = ((1024, 16, 256, 4, 3), (4096, 32, 128, 4, 4), (28672, 64, 128, 8, 3), (
 """Columns for which a tile was the best on an H200, then rows of the weights, features, warps and stages; for up to 2, 16 and 64 rows."""
 
 
+def _coded_tiles(problem: Problem, device: DeviceFacts) -> list[RowsTile]:
+    """Tiles for quantised weights, the heuristic's first."""
+    rows, columns = problem.dim("B") * problem.dim("M"), sum(columns_of(problem))
+    form, features = form_of(str(problem.flag("weights"))), problem.dim("K")
+    shapes = _CODED_ONE if rows == 1 else _CODED_FEW if rows <= 16 else _CODED_MANY
+    shapes = _CODED_MORE if rows > FEW_ROWS else shapes
+    by_size = sorted(shapes, key=lambda shape: abs(columns - shape[0]))
+    block_m = 1 if rows == 1 else min(padded(rows, 16), 128)
+    made = []
+    for _, n, k, warps, stages, split in by_size:
+        k = min(k * 4 // form.bits if rows == 1 else k, padded(features, 64))
+        while k > 1024 and features % k:
+            k //= 2
+        made.append(RowsTile(block_m, n, k, warps, stages, split))
+    fits = [tile for tile in made if shared_memory(tile, problem) <= shared_memory_of(device)]
+    return list(dict.fromkeys(fits)) or [RowsTile(16, 16, 64, 4, 1)]
+
+
+_CODED_ONE = numbers_of("4096 8 4096 4 1 1, 1024 4 4096 4 1 1, 28672 16 1024 2 1 1, 14336 16 2048 4 1 1")
+_CODED_FEW = numbers_of("4096 32 128 4 3 4, 1024 16 128 4 3 4, 28672 64 128 4 3 1, 14336 32 128 4 2 4")
+_CODED_MANY = numbers_of("4096 32 128 4 3 1, 1024 16 128 4 3 1, 28672 128 128 8 3 1, 14336 64 128 4 3 1")
+_CODED_MORE = numbers_of("4096 64 128 8 3 1, 28672 128 64 8 4 1")
+"""Columns, then rows of the weights, features (in one row so many of 4 bits), warps, stages and parts of the features, for 1, 16, 64 and more rows.
+Reasoned, not measured: with one row a thread loads 16 bytes of each of several rows, with more each warp has numbers of its own."""
+
+
+def unit_of(form: QuantFormat, features: int, block_k: int) -> int:
+    """The number of features that a thread sums before it scales them: up to 16 bytes of codes that share a scale."""
+    unit, columns = 128 // form.bits, form.block[1]
+    while unit > block_k or (0 < columns < features and columns % unit):
+        unit //= 2
+    return unit
+
+
 def shared_memory(tile: RowsTile, problem: Problem) -> int:
     """The bytes of shared memory of a program, about: the stages that wait for tensor cores."""
     if tile.block_m < 16:
         return 0
+    word = problem.flag("weights")
+    if word is not None:
+        # Rows and codes in stages, and a tile of numbers.
+        size, rows = jnp.dtype(problem.dtype("x")).itemsize, tile.block_m * tile.num_stages
+        codes = tile.block_n * tile.num_stages * form_of(str(word)).bits // 8
+        return tile.split_k * tile.block_k * (rows * size + codes + tile.block_n * size)
     rights = 2 if problem.flag("gated") else 1
     each = (tile.block_m + rights * tile.block_n) * tile.block_k * jnp.dtype(problem.dtype("x")).itemsize
     return each * max(1, tile.num_stages - 1)

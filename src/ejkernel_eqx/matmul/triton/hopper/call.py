@@ -10,7 +10,7 @@ from ....launch import Launcher, result_like
 from ...spec import GroupedArrays
 from ..tile_sizes import GroupedTile
 
-_OTHERS = ("GATHERED", "SCALE", "ROW_SCALE")
+_OTHERS = ("GATHERED", "SCALE", "ROW_SCALE", "ELEMENT", "ROWS", "COLUMNS", "SCALES", "ZEROS", "FACTOR")
 """What Triton's kernel can and this one cannot."""
 
 

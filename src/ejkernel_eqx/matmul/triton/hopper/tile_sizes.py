@@ -5,7 +5,7 @@ from ....launch import gluon_unavailable
 from ....launch.sizes import cdiv
 from ...core import problem_of
 from ...spec import GroupedArrays, GroupedSpec, HALVES, INTERLEAVED, PAIR
-from ..tile_sizes import GroupedTile, waste
+from ..tile_sizes import GroupedTile, narrow_unfit, waste
 
 LEAST_ROWS = 64
 """Rows of a group, on average, from which on these kernels are preferred; fewer leave most of a tile empty."""
@@ -117,10 +117,12 @@ def shared_memory(kernel: str, tile: GroupedTile, problem: Problem) -> int:
 
 
 def check(kernels: tuple[str, ...], config: object, arrays: GroupedArrays, spec: GroupedSpec) -> None:
-    """`ValueError` if a configuration has Hopper's kernels for a call that they cannot run."""
+    """`ValueError` if a configuration has Hopper's kernels, or narrow tiles, for a call that they cannot run."""
     problem = problem_of("grouped_matmul", arrays, spec)
     for kernel in kernels:
         tile = getattr(config, kernel)
+        if (reason := narrow_unfit(kernel, tile, problem)) is not None:
+            raise ValueError(f"config: expected wider tiles in {kernel}, received {tile}, which {reason}.")
         if tile.hopper_programs:
             reason = problem_unfit(kernel, problem) or tile_unfit(kernel, tile, problem)
             if reason is not None:
