@@ -15,6 +15,7 @@ from ...core.plans import again_for_gradients, has_simulated
 from ...dispatch import Backend
 from ...dispatch.device import place_of_calls
 from ...parallel.mesh import explicit_mesh, inside_manual_mesh, resharded, spec_of
+from ...quantised.dequantise import is_quantised
 from ..projection import mesh_axes
 from .dispatch import combined, dispatched, order_of
 from .exchange import Padded, Ragged
@@ -122,7 +123,8 @@ def _by_types(mesh: Any, experts: Any, x: Array, exchange: str) -> _Split:
     are gathered, as for training with parameters split over the devices of the batch."""
     lead = spec_of(x)[:-1]
     tokens = tuple(axis for entry in lead for axis in mesh_axes(entry))
-    of_experts, of_hidden, _ = spec_of(experts.gate_proj)
+    gate = experts.gate_proj
+    of_experts, of_hidden, _ = spec_of(gate.codes if is_quantised(gate) else gate)
     hidden = tuple(axis for axis in mesh_axes(of_hidden) if axis not in tokens)
     return _Split(mesh, mesh_axes(of_experts), tokens, hidden, PartitionSpec(*lead, None), exchange)
 
@@ -162,7 +164,6 @@ def _automatic_mesh(parallel: ExpertParallel, arrays: Any) -> Any:
 @eqx.filter_jit
 def _on_mesh(split: _Split, router: Any, experts: Any, x: Array, real: Array | None) -> Any:
     """Compiled: outside of `jit`, arrays on a mesh meet others in compiled functions alone."""
-    arrays, static = eqx.partition((router, experts), eqx.is_array)
     one = lambda axes: axes or None
     columns = PartitionSpec(one(split.experts), one(split.hidden))
     specs = {
@@ -173,7 +174,18 @@ def _on_mesh(split: _Split, router: Any, experts: Any, x: Array, real: Array | N
         "up_proj_bias": columns,
         "down_proj_bias": PartitionSpec(one(split.experts), None),
     }
-    spec_at = lambda path, leaf: specs[path[-1].name] if path[0].idx else PartitionSpec()
+    whole = lambda path, x: _at_blocks(split, x, specs[path[0].name]) if is_quantised(x) else x
+    experts = jax.tree_util.tree_map_with_path(whole, experts, is_leaf=is_quantised)
+    arrays, static = eqx.partition((router, experts), eqx.is_array)
+
+    def spec_at(path: Any, leaf: Array) -> PartitionSpec:
+        if not path[0].idx:
+            return PartitionSpec()
+        spec, is_part = specs[path[1].name], len(path) > 2
+        # One scale, say, for all inputs is for all devices.
+        each = zip(spec, leaf.shape)
+        return PartitionSpec(*(None if size == 1 else axes for axes, size in each)) if is_part else spec
+
     of_weights = jax.tree_util.tree_map_with_path(spec_at, arrays)
     of_rows = PartitionSpec(*split.x[:-1])
     given, placed = (arrays, x, real), (of_weights, split.x, None if real is None else of_rows)
@@ -188,6 +200,16 @@ def _on_mesh(split: _Split, router: Any, experts: Any, x: Array, real: Array | N
     # JAX's simulation of a TPU compares numbers that vary over devices with ones that do not.
     checked = not has_simulated(experts)
     return jax.shard_map(body, mesh=split.mesh, in_specs=(placed,), out_specs=outs, check_vma=checked)(given)
+
+
+def _at_blocks(split: _Split, weight: Any, spec: PartitionSpec) -> Any:
+    """A quantised weight; its numbers if the devices would split it within its blocks."""
+    axes = zip(spec[1:], weight.shape[1:], weight.format.block, strict=True)
+    for names, size, block in axes:
+        devices = split.size(mesh_axes(names))
+        if devices > 1 and size % (devices * max(block, 8 // weight.format.bits)):
+            return weight.astype(weight.dtype)
+    return weight
 
 
 def _local(split: _Split, layer: Any, x: Array, real: Array | None) -> tuple[Array, RouterStatistics]:
