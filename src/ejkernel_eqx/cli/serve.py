@@ -25,13 +25,15 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
             help="as in Engine (default: %(default)s)",
         )
     add("--dtype", help="of the computation (default: that of the file)")
+    add("--quantise", metavar="KIND", help="round weights to int8, fp8, fp8-block, int4, mxfp4 or nvfp4")
+    add("--dequantise", action="store_true", help="quantised weights of the folder become floats")
     add("--kv-dtype", help="of the pages (default: that of the model)")
     add("--platform", help="kernel platform (default: chosen by device)")
 
 
 def run(options: argparse.Namespace) -> Outcome:
     try:  # other commands start without all this
-        from .. import models
+        from .. import models, quantise
         from ..serving import Engine, server, text
     except ImportError as error:
         raise UsageError(str(error)) from error
@@ -39,7 +41,9 @@ def run(options: argparse.Namespace) -> Outcome:
     with user_input():
         tokenizer = text.Tokenizer(folder / "tokenizer.json")
         template = text.ChatTemplate.from_folder(folder)
-        model = models.from_pretrained(folder, dtype=options.dtype, platform=options.platform)
+        given = {name: getattr(options, name) for name in ("dtype", "platform", "dequantise")}
+        model = models.from_pretrained(folder, **given)
+        model = model if options.quantise is None else quantise(model, options.quantise)
         engine = Engine(model, kv_dtype=options.kv_dtype, **{name: getattr(options, name) for name in _SIZES})
     engine.warm_up()
     name = options.name or folder.resolve().name
