@@ -208,8 +208,12 @@ def test_kept_weights(name, tmp_path):
 
 @pytest.mark.parametrize(
     "name, part, inner",
-    [("awq experts", "mlp", "mlp"), *(pytest.param(*case, marks=pytest.mark.slow) for case in [("awq", "mlp", "mlp"), ("fp8 rows", "self_attn", "mixer")])],
-)  # fmt: skip
+    [
+        ("awq experts", "mlp", "mlp"),
+        pytest.param("awq", "mlp", "mlp", marks=pytest.mark.slow),
+        pytest.param("fp8 rows", "self_attn", "mixer", marks=pytest.mark.slow),
+    ],
+)
 def test_a_single_layer(name, part, inner, tmp_path):
     """`load_published` reads a folder, and a file in it, by the `config.json` beside them."""
     folder = folder_of(name, tmp_path)
