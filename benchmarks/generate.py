@@ -54,6 +54,8 @@ class Row:
     bound_ms: float | None
     step_ms: float | None = None
     own_loop_ms: float | None = None
+    """Of a loop over `eqx.filter_jit`, which waits in every call, and over `jax.jit`."""
+    own_jit_ms: float | None = None
     stream_ms: float | None = None
     device_ms: float | None = None
     launches: int | None = None
@@ -102,24 +104,28 @@ def step_ms(call: Callable[[int], Any], problem: Problem, repeats: int, warm: in
     return (times[1] - times[0]) / (problem.many - problem.few)
 
 
-def own_loop(model: ejx.models.Decoder, tokens: jax.Array, steps: int) -> float:
-    """Milliseconds a step of a user's loop: a compiled step with a donated cache."""
+def own_loops(model: ejx.models.Decoder, tokens: jax.Array, steps: int) -> list[float]:
+    """Milliseconds a step of a user's loops: a compiled step with a donated cache, by `eqx.filter_jit` and by `jax.jit`."""
+    arrays, static = eqx.partition(model, eqx.is_array)
 
-    @functools.partial(eqx.filter_jit, donate="all-except-first")
-    def step(model: Any, given: Any) -> Any:
+    def step(arrays: Any, given: Any) -> Any:
         token, cache = given
-        logits, cache = model(token[:, None], cache)
+        logits, cache = eqx.combine(arrays, static)(token[:, None], cache)
         return jnp.argmax(logits[:, 0], -1).astype(jnp.int32), cache
 
-    state = tokens[:, -1], model.init_cache(tokens.shape[0], 64 * (-(-steps * 4 // 64)))
+    def milliseconds(call: Any, model_or_arrays: Any) -> float:
+        state = tokens[:, -1], model.init_cache(tokens.shape[0], 64 * (-(-steps * 4 // 64)))
 
-    def run() -> Any:
-        nonlocal state
-        state = step(model, state)
-        return state
+        def run() -> Any:
+            nonlocal state
+            state = call(model_or_arrays, state)
+            return state
 
-    host_ms(run, 3)
-    return host_ms(run, steps)
+        host_ms(run, 3)
+        return host_ms(run, steps)
+
+    waiting = milliseconds(eqx.filter_jit(step, donate="all-except-first"), model)
+    return [waiting, milliseconds(jax.jit(step, donate_argnums=1), arrays)]
 
 
 def measure(model: ejx.models.Decoder, problem: Problem, repeats: int, traces: bool) -> Row:
@@ -133,7 +139,7 @@ def measure(model: ejx.models.Decoder, problem: Problem, repeats: int, traces: b
     row.first_call_s = least_ms(lambda: call(many), 1) / 1e3
     row.prefill_ms = least_ms(lambda: call(1), repeats)
     row.step_ms = step_ms(call, problem, repeats)
-    row.own_loop_ms = own_loop(model, prompts, many)
+    row.own_loop_ms, row.own_jit_ms = own_loops(model, prompts, many)
     row.stream_ms = step_ms(stream, problem, repeats)
     if traces:
         short, long = (kernel_times(functools.partial(call, n), 1) for n in (few, many))

@@ -46,7 +46,7 @@ from train_lm import parse as parse_train
 from vocabulary import Bytes, Vocabulary, vocabulary_of
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.models import Sampling
+from ejkernel_eqx.models import Sampling, Speculation
 from ejkernel_eqx.serving import Engine, RequestError
 
 KV_DTYPES = ["auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2"]
@@ -286,8 +286,10 @@ def make_engine(args: argparse.Namespace, model: Any) -> Engine:
             raise UsageError(f"--quantise: {error}") from error
     names = ("num_pages", "page_size", "max_batch", "step_tokens", "max_length")
     kv_dtype = None if args.kv_dtype == "auto" else args.kv_dtype
+    speculate = Speculation(num_draft_tokens=args.num_draft_tokens) if args.num_draft_tokens else None
+    sizes = {name: getattr(args, name) for name in names}
     try:
-        return Engine(model, kv_dtype=kv_dtype, **{name: getattr(args, name) for name in names})
+        return Engine(model, kv_dtype=kv_dtype, speculate=speculate, **sizes)
     except ValueError as error:
         raise UsageError(str(error)) from error
     except jax.errors.JaxRuntimeError as error:
@@ -372,6 +374,8 @@ class Server:
             f"{self.received} requests, {self.refused} refused, {engine.tokens_written:,} tokens in {engine.steps:,} steps: "
             f"{self.speed} tokens/s"
         ]
+        if engine.speculate is not None:
+            lines += [f"{engine.drafts_accepted:,} of {engine.drafts_offered:,} drafts accepted"]
         if self.failed:
             lines += [f"{self.failed} ended with an error"]
         if engine.num_pages:
@@ -467,6 +471,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="maximum tokens of a request with its prompt (default: what all pages hold)",
     )
     add(
+        "--num-draft-tokens",
+        type=int,
+        default=0,
+        help="tokens looked up in each text and verified in a step; 0 (the default) for none",
+    )
+    add(
         "--kv-dtype", choices=KV_DTYPES, default="auto", help="of keys and values; 8-bit dtypes are quantised"
     )
     add(
@@ -487,8 +497,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         value = getattr(args, name)
         if value is not None and value <= 0:
             raise UsageError(f"--{name.replace('_', '-')}: expected a positive number, received {value}.")
-    if args.seed < 0:
-        raise UsageError(f"--seed: expected at least 0, received {args.seed}.")
+    for name in ("seed", "num_draft_tokens"):
+        if (value := getattr(args, name)) < 0:
+            raise UsageError(f"--{name.replace('_', '-')}: expected at least 0, received {value}.")
     try:
         Sampling(args.temperature, args.top_k, args.top_p)
     except ValueError as error:
@@ -537,7 +548,8 @@ def run(args: argparse.Namespace) -> int:
 def start(args: argparse.Namespace) -> Engine:
     engine = make_engine(args, load_model(args))
     size, start = engine.state.caches.nbytes / 2**20, time.perf_counter()
-    engine.warm_up("prompts", "decode and draw" if args.temperature > 0 else "decode")
+    verifying = [] if engine.speculate is None else ["verify"]
+    engine.warm_up("prompts", *(["decode and draw"] if args.temperature > 0 else ["decode", *verifying]))
     print(
         f"{args.dtype} on {jax.devices()[0].device_kind}, {size:,.1f} MiB of pages and states, up to {args.max_batch} concurrent sequences; "
         f"{len(engine.compiled)} programs ready after {time.perf_counter() - start:.1f} s",

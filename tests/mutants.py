@@ -154,6 +154,8 @@ FAULTS = (
     Fault("prefix-of-one-page", "serving/prefixes.py", "Prefixes.digest", "before + page.tobytes()", "page.tobytes()", "serving/test_prefixes.py"),
     Fault("prefix-other-state", "serving/scheduler.py", "Scheduler._begin", "self.prefixes.state(digests[count - 1]), request.slot", "request.slot, request.slot", "serving/test_prefixes.py"),
     Fault("newest-content-goes-first", "serving/pages.py", "Pages.take", "popitem(last=False)", "popitem()", "serving/test_prefixes.py"),
+    Fault("rejected-drafts-in-states", "serving/step.py", "verify", "jnp.sum(chosen >= 0, axis=1, dtype=jnp.int32)", "new_tokens(batch)", "serving/test_speculation.py"),
+    Fault("drafts-behind-the-end", "serving/scheduler.py", "Scheduler._proposed", "request.last_length - len(request.tokens) - 1", "self.max_drafts", "serving/test_speculation.py"),
     Fault("stop-string-not-held", "serving/text/tokenizer.py", "TextStream._before_stop", "max(begun, default=0)", "0", "serving/test_text.py"),
 )
 # fmt: on

@@ -64,6 +64,7 @@ CALLS: dict[str, tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]] = {
         dict(return_lse=True),
     ),
     "matmul": (dict(activation="silu"), (x, normal(1, 3, 4)), dict(norm=True)),
+    "scaled_matmul": (dict(preferred_element_type="bfloat16"), (x, ejx.quantise(normal(1, 3, 4), "fp8")), {}),
     "rotary_heads": (dict(interleaved=True), (q, k, normal(1, 6, 2), normal(2, 6, 2)), {}),
     "residual_rms_norm": (dict(eps=1e-3), (x, dt, normal(1, 4)), {}),
     "ring_attention": (

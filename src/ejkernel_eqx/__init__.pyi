@@ -76,6 +76,7 @@ from .functional import residual_rms_norm as residual_rms_norm
 from .functional import ring_attention as ring_attention
 from .functional import rotary_heads as rotary_heads
 from .functional import scaled_dot_product_attention as scaled_dot_product_attention
+from .functional import scaled_matmul as scaled_matmul
 from .functional import state_space_v1 as state_space_v1
 from .functional import state_space_v2 as state_space_v2
 from .functional import unified_attention as unified_attention
@@ -84,8 +85,10 @@ from .latent import MultiHeadLatentAttention as MultiHeadLatentAttention
 from .losses import LinearCrossEntropy as LinearCrossEntropy
 from .matmul import GroupedMatmul as GroupedMatmul
 from .matmul import Matmul as Matmul
+from .matmul import ScaledMatmul as ScaledMatmul
 from .native_sparse import NativeSparseAttention as NativeSparseAttention
 from .native_sparse import PagedNativeSparseAttention as PagedNativeSparseAttention
+from .nn.float8_rows import with_float8_rows as with_float8_rows
 from .nn.quantising import quantise as quantise
 from .normalization import GatedRMSNorm as GatedRMSNorm
 from .normalization import ResidualRMSNorm as ResidualRMSNorm

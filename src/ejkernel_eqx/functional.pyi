@@ -37,6 +37,7 @@ from .paged.signature import Cache
 from .paged.signature import Output
 from .paged.signature import Query
 from .paged.signature import WithLse
+from .quantised import QuantizedWeight
 from .recurrence.linear import FinalState
 from .recurrence.linear import State
 
@@ -1159,6 +1160,16 @@ def scaled_dot_product_attention(
     platform: PlatformLike | None = None,
     config: Any | None = None,
 ) -> Output | WithLse: ...
+
+def scaled_matmul(
+    x: Float[AnyArray, '*B K'],
+    weight: QuantizedWeight,
+    *,
+    x_scale: Float[AnyArray, ''] | float | None = None,
+    preferred_element_type: Any | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> Float[Array, '*B N']: ...
 
 def state_space_v1(
     x: Float[AnyArray, '*B T I'],

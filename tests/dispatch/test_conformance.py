@@ -46,6 +46,11 @@ PROBLEMS: dict[str, Sequence[tuple[dict[str, int], Mapping[str, object]]]] = {
         ({"B": 4, "M": 16, "K": 4096, "N": 6000}, {"gated": True, "activation": "silu", "norm": True}),
         ({"M": 64, "K": 300, "N": 1024}, {"residual": True}),
     ],
+    "scaled_matmul": [
+        ({"M": 8192, "K": 4096, "N": 14336}, {}),
+        ({"B": 2, "M": 40, "K": 300, "N": 200}, {"block": "1x128"}),
+        ({"M": 3, "K": 256, "N": 72}, {"block": "0x0", "x_scale": True}),
+    ],
     "rotary_heads": [
         ({"T": 4, "Hq": 8, "Hk": 2, "D": 64}, {"norm": True}),
         ({"B": 2, "T": 512, "Hq": 3, "Hk": 1, "D": 96, "R": 16}, {"interleaved": True}),
@@ -92,6 +97,7 @@ KERNELS: dict[str, tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]
     "matmul": (APPLY, LAUNCH),
     "pooling": (APPLY, LAUNCH),
     "dense_matmul": (APPLY, LAUNCH),
+    "scaled_matmul": (APPLY, LAUNCH),
     "rotary_heads": (APPLY, LAUNCH),
     "losses": (LAUNCH, LAUNCH),
     "native_sparse": (LAUNCH, LAUNCH),

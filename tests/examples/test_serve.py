@@ -85,6 +85,7 @@ def test_texts_appear_in_the_order_of_their_prompts(examples, capsys):
         ("--prompts /no/such/file", "--prompts: cannot read '/no/such/file' (No such file or directory)"),
         ("--out /no/such/folder/file", "--out: cannot write '/no/such/folder/file' (No such file or"),
         ("--max-batch 0", "--max-batch: expected a positive number, received 0"),
+        ("--num-draft-tokens -1", "--num-draft-tokens: expected at least 0, received -1"),
         ("--step-tokens 2 --max-batch 4", "step_tokens: expected at least max_batch=4, received 2"),
         ("--temperature -1", "temperature: expected a number from 0 to 3.4e38, received -1.0"),
         ("--seed -1", "--seed: expected at least 0"),

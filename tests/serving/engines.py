@@ -28,6 +28,7 @@ MIXERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba1": ("mamba1", {}),
     "mamba2": ("mamba2", {"head_dim": 8, "state_size": 16}),
     "gla": ("gated_linear_attention", HEADS),
+    "delta": ("gated_delta_net", {"num_k_heads": 2, "head_dim": 8}),
     "kda": ("kimi_delta_attention", {"num_heads": 4, "head_dim": 8}),
 }
 HYBRID = "mamba2,attention"

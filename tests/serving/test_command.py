@@ -55,10 +55,12 @@ def test_a_folder_is_served(folder, monkeypatch, capsys, options):
             answers.append(client.post("/v1/chat/completions", json=body).json()["usage"])
 
     monkeypatch.setattr(server, "run", run)
+    options = [*options, "--num-draft-tokens", "2"]
     assert main(["serve", str(folder), "--port", "8123", "--name", "tiny", *SIZES, *options]) == 0
     assert answers == ["tiny", {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}]
     out, err = capsys.readouterr()
-    assert out.startswith("5 tokens in ") and "tiny at http://127.0.0.1:8123/v1" in err
+    assert out.startswith("5 tokens in ") and out.rstrip().endswith("drafts accepted")
+    assert "tiny at http://127.0.0.1:8123/v1" in err
 
 
 def test_wrong_folders_and_sizes(folder, tmp_path, capsys):
@@ -71,6 +73,7 @@ def test_wrong_folders_and_sizes(folder, tmp_path, capsys):
         folder, *SIZES, "--step-tokens", 1
     )
     assert "kind: expected one of int8, fp8" in error(folder, *SIZES, "--quantise", "int2")
+    assert "num_draft_tokens: " in error(folder, *SIZES, "--num-draft-tokens", -1)
     (folder / "chat_template.jinja").write_text("{% for %}")
     assert "chat_template: it cannot be read" in error(folder)
 

@@ -24,6 +24,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
             default=default,
             help="as in Engine (default: %(default)s)",
         )
+    add(
+        "--num-draft-tokens",
+        type=int,
+        default=0,
+        help="looked up in each text and verified in a step (default: %(default)s)",
+    )
     add("--dtype", help="of the computation (default: that of the file)")
     add("--quantise", metavar="KIND", help="round weights to int8, fp8, fp8-block, int4, mxfp4 or nvfp4")
     add("--dequantise", action="store_true", help="quantised weights of the folder become floats")
@@ -44,12 +50,17 @@ def run(options: argparse.Namespace) -> Outcome:
         given = {name: getattr(options, name) for name in ("dtype", "platform", "dequantise")}
         model = models.from_pretrained(folder, **given)
         model = model if options.quantise is None else quantise(model, options.quantise)
-        engine = Engine(model, kv_dtype=options.kv_dtype, **{name: getattr(options, name) for name in _SIZES})
+        drafts = options.num_draft_tokens
+        speculate = models.Speculation(num_draft_tokens=drafts) if drafts else None
+        sizes = {name: getattr(options, name) for name in _SIZES}
+        engine = Engine(model, kv_dtype=options.kv_dtype, speculate=speculate, **sizes)
     engine.warm_up()
     name = options.name or folder.resolve().name
     progress(f"{name} at http://{options.host}:{options.port}/v1; Ctrl-C ends")
     server.run(server.make_app(engine, tokenizer, template, name=name), options.host, options.port)
-    return Outcome(
-        {"tokens": engine.tokens_written, "steps": engine.steps},
-        lambda: f"{engine.tokens_written:,} tokens in {engine.steps:,} steps",
-    )
+    numbers = {"tokens": engine.tokens_written, "steps": engine.steps}
+    summary = f"{engine.tokens_written:,} tokens in {engine.steps:,} steps"
+    if speculate is not None:
+        numbers |= {"drafts_offered": engine.drafts_offered, "drafts_accepted": engine.drafts_accepted}
+        summary += f"; {engine.drafts_accepted:,} of {engine.drafts_offered:,} drafts accepted"
+    return Outcome(numbers, lambda: summary)

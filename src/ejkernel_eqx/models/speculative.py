@@ -21,9 +21,10 @@ _PAGE_SIZE = 64
 
 
 class Speculation(Module):
-    """Speculative decoding (Leviathan et al. 2023, arXiv:2211.17192), for [`generate`][ejkernel_eqx.models.generate]. A step proposes
-    `num_draft_tokens` tokens of each row, which a single call of the model verifies: the row gets those that are what the model chooses, and one
-    more. A decode step is bound by memory, so that this call takes little longer than one for a single token.
+    """Speculative decoding (Leviathan et al. 2023, arXiv:2211.17192), for [`generate`][ejkernel_eqx.models.generate] and, without a draft
+    model, for [`Engine`][ejkernel_eqx.serving.Engine]. A step proposes `num_draft_tokens` tokens of each row, which a single call of the model
+    verifies: the row gets those that are what the model chooses, and one more. A decode step is bound by memory, so that this call takes little
+    longer than one for a single token.
 
     Every token is the one that the model chooses at its place, with the same seed, so texts are those without speculation, drawn ones too, up to the
     rounding of logits. Drafts are drawn with the noise of their place, which makes them agree with the model's draw as often as

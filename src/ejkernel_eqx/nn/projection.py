@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._shapes import is_symbolic
 from ..core.arguments import accumulator
+from ..matmul import ScaledMatmul
 from ..matmul.dense.spec import FEW_ROWS
 from ..quantised import QuantizedWeight
 from ..quantised.dequantise import is_quantised
@@ -56,10 +57,14 @@ def project_parts(
     is a product of its own.
     """
     features, ends = groups * sum(widths), [*itertools.accumulate(widths)][:-1]
-    if type(layer) is eqx.nn.Linear and _more_tokens(x, features) and mesh_of((x, layer.weight)) is None:
+    weight: Any = getattr(layer, "weight", None)
+    plain = type(layer) is eqx.nn.Linear and not (
+        isinstance(weight, QuantizedWeight) and in_float8(x, weight)
+    )
+    if plain and _more_tokens(x, features) and mesh_of((x, weight)) is None:
         check_linear(name, layer, x, features)
         apart = lambda a: _parts_of(a, ends, groups, 0)
-        weights = apart(layer.weight.astype(x.dtype))
+        weights = apart(weight.astype(x.dtype))
         biases = [None for _ in widths] if layer.bias is None else apart(layer.bias)
         return tuple(product(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
     y = project(name, layer, x, features)
@@ -71,6 +76,7 @@ def project_together(layers: Mapping[str, Any], x: Array, widths: Sequence[int])
     those of `equinox.nn.Linear`s without biases are one product."""
     plain = all(type(layer) is eqx.nn.Linear and layer.bias is None for layer in layers.values())
     weights = [layer.weight for layer in layers.values()] if plain else []
+    plain = plain and not any(isinstance(w, QuantizedWeight) and in_float8(x, w) for w in weights)
     if plain and _more_tokens(x, sum(widths)) and mesh_of((x, weights)) is None:
         for (name, layer), width in zip(layers.items(), widths, strict=True):
             check_linear(name, layer, x, width)
@@ -124,6 +130,11 @@ def are_few(x: Array) -> bool:
     return not is_symbolic(count) and count <= FEW_ROWS
 
 
+def in_float8(x: Array, weight: QuantizedWeight) -> bool:
+    """Returns whether a weight multiplies these rows in float8: many rows, on no explicit mesh, and a weight that asks for it."""
+    return weight.float8_rows and not are_few(x) and mesh_of((x, weight)) is None
+
+
 def product(x: Array, weight: Array | QuantizedWeight, bias: Array | None = None, dtype: Any = None) -> Array:
     """`x` `[..., in]` times the rows of `weight` `[out, in]`, on any mesh: `[..., out]` in `dtype`, by default that of `x`, to which weight and
     bias are cast."""
@@ -136,16 +147,25 @@ def product(x: Array, weight: Array | QuantizedWeight, bias: Array | None = None
         and mesh_of((x, weight)) is None
     ):
         return matmul(x, weight.astype(x.dtype), biases=(bias,))
+    if isinstance(weight, QuantizedWeight) and dtype is None and in_float8(x, weight):
+        return _product(None, None, x, weight, bias)
     operands = [a.astype(x.dtype) for a in (x, weight, bias) if a is not None]
     mesh = mesh_of(operands)
     return _product(dtype, None, *operands) if mesh is None else _over_mesh(mesh, dtype, *operands)
 
 
 def _product(
-    dtype: Any, out: NamedSharding | None, x: Array, weight: Array, bias: Array | None = None
+    dtype: Any,
+    out: NamedSharding | None,
+    x: Array,
+    weight: Array | QuantizedWeight,
+    bias: Array | None = None,
 ) -> Array:
     axes = (((x.ndim - 1,), (1,)), ((), ()))
-    y = lax.dot_general(x, weight, axes, preferred_element_type=dtype, out_sharding=out)
+    if isinstance(weight, QuantizedWeight):
+        y = ScaledMatmul()(x, weight)
+    else:
+        y = lax.dot_general(x, weight, axes, preferred_element_type=dtype, out_sharding=out)
     if bias is None:
         return y
     # The result is that of an addition in the dtype of y. The gradient of the bias, a sum over all rows, is taken in float32.

@@ -55,7 +55,9 @@ def _of_codes(codes: Array, element: str) -> Array:
         return lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.float32)
     if element.startswith("float8"):
         return floats(codes, element)
-    pairs = jnp.stack([codes & 15, codes >> 4], -1)  # [..., in / 2, 2]
+    # Element by element: XLA's concatenation takes three times as long on a GPU.
+    shift = 4 * lax.broadcasted_iota(codes.dtype, (*codes.shape, 2), codes.ndim)  # [..., in / 2, 2]
+    pairs = (codes[..., None] >> shift) & 15
     codes = pairs.reshape(*codes.shape[:-1], -1)
     return codes.astype(jnp.float32) if element == "uint4" else _of_e2m1(codes)
 

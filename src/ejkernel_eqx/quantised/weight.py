@@ -34,6 +34,7 @@ class QuantizedWeight(eqx.Module):
     - `format`: [`ejkernel_eqx.QuantFormat`][].
     - `dtype`: that of the array it stands for.
     - `transposed`: whether it stands for `[..., in, out]`, as GPT-OSS publishes its experts.
+    - `float8_rows`: whether layers multiply many rows by it in float8 ([`ejkernel_eqx.with_float8_rows`][]).
     """
 
     codes: AnyArray
@@ -43,6 +44,7 @@ class QuantizedWeight(eqx.Module):
     format: QuantFormat = eqx.field(static=True)
     dtype: Any = eqx.field(static=True)
     transposed: bool = eqx.field(static=True)
+    float8_rows: bool = eqx.field(static=True)
 
     def __init__(
         self,
@@ -53,6 +55,7 @@ class QuantizedWeight(eqx.Module):
         format: Any,
         dtype: Any = jnp.bfloat16,
         transposed: bool = False,
+        float8_rows: bool = False,
     ):
         """**Arguments:** the fields; arrays of NumPy or JAX, or `jax.ShapeDtypeStruct`s.
 
@@ -78,6 +81,7 @@ class QuantizedWeight(eqx.Module):
             _check("tensor_scale", tensor_scale, "uint32", tuple(lead))
         self.codes, self.scales, self.zeros, self.tensor_scale = codes, scales, zeros, tensor_scale
         self.format, self.dtype, self.transposed = format, jnp.dtype(dtype), bool(transposed)
+        self.float8_rows = bool(float8_rows)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -138,7 +142,7 @@ class QuantizedWeight(eqx.Module):
         return wadler_lindig.TextDoc(repr(self))
 
     def __repr__(self) -> str:
-        return f"QuantizedWeight({self.dtype.name}{list(self.shape)} as {self.format})"
+        return f"QuantizedWeight({self.dtype.name}{list(self.shape)} as {self.format}{', float8 rows' * self.float8_rows})"
 
 
 def _check(name: str, x: Any, dtype: str, shape: tuple[int, ...] | None) -> None:

@@ -12,7 +12,9 @@ import numpy as np
 from jax import Array
 
 from .. import nn
-from ..models import Decoder, Sampling
+from ..models import Decoder, Sampling, Speculation
+from ..models.speculative import check_speculation
+from .drafts import Drafter
 from .pages import Pages
 from .prefixes import Prefixes
 from .requests import Event, read_integer, read_request, Request, RequestError
@@ -25,10 +27,10 @@ _MOST_COPIES, _MOST_ENTRIES = 4, 4096
 
 
 class _Flight(NamedTuple):
-    """A step under way: what it chooses, and the requests that it chooses for, by their places in the batch."""
+    """A step under way: what it chooses, and the requests that it chooses for, by their places in the batch, with their numbers of drafts."""
 
     chosen: concurrent.futures.Future[Array]
-    requests: list[tuple[int, Request]]
+    requests: list[tuple[int, Request, int]]
 
 
 class Engine:
@@ -56,8 +58,13 @@ class Engine:
     A step starts while the device still runs the one before, whose tokens stay on the device. The host learns them one step late: a text that ends
     with a stop token is in one more step, whose result is dropped.
 
-    Batches are padded to the sizes of three `programs`: prompts, and decoding with and without drawn tokens. Each is compiled once, on first use
-    or by `warm_up`; `compiled` counts the compilations.
+    **Speculative decoding.** With `speculate`, a step without prompts verifies drafts of each request that is not drawn: what followed
+    the last place in its own tokens with the same end. The request gets those that are what the model chooses, and one more token. They are the
+    tokens without speculation. The drafts share what the decoding sequences leave of `step_tokens`, and take no pages from other
+    requests. A step is not started early if its requests have drafts, or the one before had. `drafts_offered` and `drafts_accepted` count.
+
+    Batches are padded to the sizes of three `programs`: prompts, and decoding with and without drawn tokens; with `speculate`, of two more, for steps
+    with drafts. Each is compiled once, on first use or by `warm_up`; `compiled` counts the compilations.
 
     A step that raises while it is scheduled leaves the engine in its previous state, so that the next one retries it. If it raises later, the caches,
     which are donated, are replaced, and the running requests are recomputed.
@@ -74,8 +81,9 @@ class Engine:
     - `overlap`: whether a step starts before the tokens of the one before are known.
     - `prefix_cache`: whether prefixes are shared.
     - `num_checkpoints`: the number of states that are kept for prefixes, each as large as a slot; for models with recurrent layers only.
+    - `speculate`: an `ejx.models.Speculation` without a draft model, for speculative decoding.
 
-    **Raises:** `ValueError` for sizes that are not integers of at least 1, or `step_tokens` below `max_batch`.
+    **Raises:** `ValueError` for sizes that are not integers of at least 1, `step_tokens` below `max_batch`, or a draft model.
     """
 
     def __init__(
@@ -91,6 +99,7 @@ class Engine:
         overlap: bool = True,
         prefix_cache: bool = True,
         num_checkpoints: int = 8,
+        speculate: Speculation | None = None,
     ):
         num_pages, page_size = _read("num_pages", num_pages), _read("page_size", page_size)
         max_batch, step_tokens = _read("max_batch", max_batch), _read("step_tokens", step_tokens)
@@ -98,7 +107,14 @@ class Engine:
             raise ValueError(
                 f"step_tokens: expected at least max_batch={max_batch}, received {step_tokens}; every sequence decodes in every step."
             )
+        check_speculation(speculate, model.config.vocab_size)
+        if speculate is not None and speculate.draft is not None:
+            raise ValueError(
+                "speculate: expected a Speculation that looks drafts up in the text, received one with a draft model; pass Speculation() here, "
+                "or the draft model to ejx.models.generate."
+            )
         self.max_batch, self.step_tokens, self.overlap = max_batch, step_tokens, overlap
+        self.speculate, drafts = speculate, 0 if speculate is None else speculate.num_draft_tokens
         mixers = [layer.mixer for stack in model.stacks for layer in stack]
         attention = [mixer for mixer in mixers if isinstance(mixer, _PAGED)]
         self.pages = Pages(num_pages) if attention else None
@@ -110,6 +126,8 @@ class Engine:
             slots = range(max_batch, max_batch + checkpoints)
             self.prefixes = Prefixes(page_size, self.pages, slots)
         sizes = {"num_pages": num_pages, "page_size": page_size, "num_slots": max_batch + checkpoints}
+        if drafts:
+            sizes["num_draft_tokens"] = drafts + 1
         self._new_caches = functools.partial(model.init_serving_cache, **sizes, dtype=kv_dtype)
         self.num_pages = num_pages if attention else 0
         # Without attention there are no pages; a single missing page of any length stands for that.
@@ -121,6 +139,7 @@ class Engine:
         self.max_length = min(room, most)
         self.compiled: collections.Counter[str] = collections.Counter()
         self.steps = self.tokens_computed = self.tokens_written = self.peak_pages = 0
+        self.drafts_offered = self.drafts_accepted = 0
         self._events: collections.deque[Event] = collections.deque()  # not yet returned to the caller
         self._flights: collections.deque[_Flight] = collections.deque()
         # To start a program takes as long as to schedule one, and needs no Python: it has a thread of its own.
@@ -138,6 +157,7 @@ class Engine:
             prefixes=self.prefixes,
             max_copies=self._max_copies,
             max_entries=self._max_entries,
+            max_drafts=drafts,
         )
         self.model = model
         self._restart()
@@ -178,12 +198,17 @@ class Engine:
         sizes = {"decode": decoding, "decode and draw": decoding}
         entries = pages(tokens) + self._max_entries
         sizes["prompts"] = Sizes(tokens, most, tokens, entries, most, self._max_copies)
+        if drafts := self.scheduler.max_drafts:
+            count = min(tokens, most * (drafts + 1))
+            verifying = Sizes(count, most, drafts + 1, pages(count), most, drafts=drafts)
+            sizes |= {"verify": verifying, "verify and draw": verifying}
 
         def make(name: str, size: Sizes) -> Program:
             def traced() -> None:
                 self.compiled[name] += 1
 
-            return make_program(self.model, size, self.page_size, name != "decode", self._structure, traced)
+            draws = name not in ("decode", "verify")
+            return make_program(self.model, size, self.page_size, draws, self._structure, traced)
 
         return {name: (size, make(name, size)) for name, size in sizes.items()}
 
@@ -248,6 +273,8 @@ class Engine:
         config = self.model.config
         stops = config.stop_tokens if stop is None else stop if isinstance(stop, Sequence) else (stop,)
         request = read_request(self._count, prompt, max_new_tokens, sampling, stops, config.vocab_size)
+        if self.speculate is not None and request.sampling.temperature == 0:
+            request.drafter = Drafter(self.speculate.max_ngram)
         self._count += 1
         self.scheduler.waiting.append(request)
         return request.number
@@ -307,6 +334,10 @@ class Engine:
 
     def _schedule(self) -> Plan:
         """The next step, once enough is known for it."""
+        if self._flights and self.speculate is not None:
+            verifying = any(drafts for *_, drafts in self._flights[-1].requests)
+            if verifying or self.scheduler.may_draft():
+                self._finish(0)
         while (plan := self.scheduler.plan(bool(self._flights))) is None:
             self.scheduler.take_back()
             self._finish(0)
@@ -316,7 +347,7 @@ class Engine:
         """Starts the step of a plan."""
         name = self._program(plan)
         data = self.programs[name][0].pack(self._batch(plan), self.scheduler.sampling)
-        writing: list[tuple[int, Request]] = []
+        writing: list[tuple[int, Request, int]] = []
         self._flights.append(_Flight(self._launch(name, data), writing))
         try:
             writing += self.scheduler.started(plan)
@@ -346,18 +377,30 @@ class Engine:
             chosen, requests = self._flights[0]
             concurrent.futures.wait([chosen])  # Ctrl-C meanwhile loses nothing
             try:
-                tokens = np.asarray(chosen.result()).tolist()
+                tokens = np.asarray(chosen.result())
+                tokens = tokens.reshape(len(tokens), -1).tolist()
             except BaseException:  # those after it were given its caches
                 self._put_all_back()
                 raise
             self._flights.popleft()
-            for place, request in requests:
+            for place, request, drafts in requests:
                 if request.slot >= 0:  # else it was cancelled, or had ended when this step started
-                    self._take(request, tokens[place])
+                    request.awaited -= 1
+                    accepted = self._accept(request, tokens[place], drafts) if drafts else 0
+                    for token in tokens[place][: 1 + accepted]:
+                        if request.slot >= 0:  # a stop token may be in the middle
+                            self._take(request, token)
+
+    def _accept(self, request: Request, tokens: list[int], drafts: int) -> int:
+        """The number of drafts of a request that were right. Each chose one more of its new tokens; -1 is behind them."""
+        accepted = sum(token >= 0 for token in tokens[1:])
+        self.drafts_offered += drafts
+        self.drafts_accepted += accepted
+        request.accept(accepted, drafts)
+        return accepted
 
     def _take(self, request: Request, token: int) -> None:
         """Appends a token to the request, and ends it if it is the last."""
-        request.awaited -= 1
         finish = None
         if token < 0:
             finish = "error"
@@ -375,9 +418,10 @@ class Engine:
     def _program(self, plan: Plan) -> str:
         scheduler, counts = self.scheduler, list(plan.values())
         copies = max(len(scheduler.restores), len(scheduler.saves))
-        if not self.programs["decode"][0].holds(counts, len(scheduler.entries), copies):
+        name = "verify" if scheduler.drafts else "decode"
+        if not self.programs[name][0].holds(counts, len(scheduler.entries), copies):
             return "prompts"
-        return "decode and draw" if any(r.sampling.temperature > 0 for r in plan) else "decode"
+        return f"{name} and draw" if any(r.sampling.temperature > 0 for r in plan) else name
 
     def _batch(self, plan: Plan) -> Batch:
         tokens: list[int] = []
@@ -391,6 +435,7 @@ class Engine:
                 tokens.append(request.tokens[first])
             else:
                 tokens += request.tokens[first : first + count]
+                tokens += self.scheduler.drafts.get(request, ())
             lengths.append(first + count)
             slots.append(slot)
         scheduler = self.scheduler

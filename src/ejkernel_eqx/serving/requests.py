@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..models import Sampling
+from .drafts import Drafter
 
 
 class RequestError(ValueError):
@@ -68,6 +69,8 @@ class Request:
     """The number of leading pages that are -1."""
     room: int = 0
     """The number of tokens that its pages hold."""
+    drafter: Drafter | None = None
+    """What proposes its next tokens, if it has drafts."""
     # For the prefix cache.
     digests: list[bytes] = dataclasses.field(default_factory=list)
     """A digest for each full page of its tokens, and of all tokens before."""
@@ -90,6 +93,13 @@ class Request:
         self.awaited += 1
         if self.ready < self.last_length - 1:
             self.ready += 1
+
+    def accept(self, accepted: int, drafts: int) -> None:
+        """So many of its drafts in a step were the model's choice; the tokens of that step are not appended yet."""
+        self.computed -= drafts - accepted
+        self.ready = min(self.ready + accepted, self.last_length - 1)
+        if self.drafter is not None:
+            self.drafter.learn(len(self.tokens) + 1 + accepted, accepted)
 
     def restart(self) -> None:
         """Nothing of its tokens is computed."""

@@ -1,6 +1,7 @@
 """The scheduler of an engine: which tokens the next step processes, and which slots and pages requests have. It knows nothing of the device."""
 
 import collections
+from collections.abc import Collection
 
 from ..models.sampling import SamplingArrays
 from ..paged import OutOfPagesError
@@ -23,6 +24,7 @@ class Scheduler:
     - `window`: the number of keys that any query sees; `None` for all.
     - `prefixes`: the prefix cache, if there is one.
     - `max_copies`, `max_entries`: the most copies of states and new entries of the table that reused prefixes may need in a step.
+    - `max_drafts`: the most draft tokens of a request in a step.
     """
 
     def __init__(
@@ -36,10 +38,11 @@ class Scheduler:
         prefixes: Prefixes | None,
         max_copies: int,
         max_entries: int,
+        max_drafts: int = 0,
     ):
         self.step_tokens, self.page_size, self.window = step_tokens, page_size, window
         self.pages, self.prefixes = pages, prefixes
-        self.max_copies, self.max_entries = max_copies, max_entries
+        self.max_copies, self.max_entries, self.max_drafts = max_copies, max_entries, max_drafts
         self.waiting: collections.deque[Request] = collections.deque()
         self.running: list[Request] = []  # in order of admission
         self.slots = list(range(max_batch))[::-1]
@@ -51,6 +54,7 @@ class Scheduler:
         self.saves: list[
             tuple[Request, bytes, int]
         ] = []  # requests, with the digest and slot of a checkpoint
+        self.drafts: dict[Request, list[int]] = {}
         self._reading: list[Request] = []
         self._reused: list[Request] = []
 
@@ -76,16 +80,47 @@ class Scheduler:
             if request in plan:
                 self._reading.append(request)
                 self._keep_state(request, request.computed + count)
+        if self.max_drafts and not reading and not under_way:
+            self._add_drafts(plan)
         return plan
 
-    def started(self, plan: Plan) -> list[tuple[int, Request]]:
-        """The step of this plan is under way. Returns the requests that it chooses a token for, with their places."""
+    def may_draft(self) -> bool:
+        """Whether the next step has drafts if it waits for those under way, as far as the known tokens tell."""
+        decoding = [request for request in self.running if request.remaining]
+        reads = any(request.remaining > 1 or not request.computed for request in decoding)
+        return not reads and bool(self._proposed(decoding))
+
+    def _proposed(self, decoding: Collection[Request]) -> dict[Request, list[int]]:
+        """Drafts of decoding requests; none at all if they are fewer than the requests, as all take part in the longer step."""
+        drafts = {}
+        for request in decoding:
+            most = min(self.max_drafts, request.last_length - len(request.tokens) - 1)
+            if request.drafter is not None and (proposed := request.drafter.propose(request.tokens, most)):
+                drafts[request] = proposed
+        return drafts if sum(map(len, drafts.values())) >= len(decoding) else {}
+
+    def _add_drafts(self, plan: Plan) -> None:
+        """Adds drafts to a plan of decoding requests whose tokens are known, where there is room; they take no page from another request."""
+        for request, drafts in self._proposed(plan).items():
+            room = request.room
+            if self.pages is not None:
+                room += self.pages.num_free * self.page_size
+            most = min(self.step_tokens - sum(plan.values()), room - request.computed - 1)
+            if drafts := drafts[:most]:
+                self.drafts[request] = drafts
+                plan[request] += len(drafts)
+                if request.computed + plan[request] > request.room:
+                    self._give_pages(request, plan[request])
+
+    def started(self, plan: Plan) -> list[tuple[int, Request, int]]:
+        """The step of this plan is under way. Returns the requests that it chooses tokens for, with their places and numbers of drafts."""
         writing = []
         for place, (request, count) in enumerate(plan.items()):
             request.computed += count
-            if request.computed == request.ready:  # not in the middle of its prompt
+            drafts = len(self.drafts.get(request, ()))
+            if request.computed == request.ready + drafts:  # not in the middle of its prompt
                 request.wait()
-                writing.append((place, request))
+                writing.append((place, request, drafts))
         if self.prefixes is not None:
             for request in self._reading:
                 self.prefixes.enter(request, request.computed)
@@ -111,6 +146,7 @@ class Scheduler:
 
     def _end_plan(self) -> None:
         self.entries, self.restores, self.saves, self._reading, self._reused = [], [], [], [], []
+        self.drafts = {}
 
     def put_back(self, request: Request) -> None:
         """Moves a request from the batch to the front of the queue, to be recomputed."""
@@ -270,10 +306,11 @@ class Scheduler:
         return wanted <= self.pages.num_free
 
     def _free_behind(self, plan: Plan, window: int) -> None:
-        """Frees pages that no later step reads. One under way still reads them, before a later one writes them."""
+        """Frees pages that no later step reads, whichever drafts are right. One under way still reads them, before a later one writes them."""
         for request in plan:
             if self.pages is not None:
-                first = max(0, request.computed - window + 1) // self.page_size
+                known = request.computed - len(self.drafts.get(request, ()))
+                first = max(0, known - window + 1) // self.page_size
                 self.pages.release(request.pages[request.freed : first])
                 request.pages[request.freed : first] = [-1] * (first - request.freed)
                 request.freed = max(first, request.freed)

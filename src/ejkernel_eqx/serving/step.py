@@ -17,6 +17,7 @@ from jax import Array
 
 from ..models import Decoder, ServingCache
 from ..models.sampling import draw, greedy, SamplingArrays
+from ..nn.drafts import new_tokens
 from ..paged import RaggedBatch
 
 
@@ -26,6 +27,34 @@ def last_logits(
     """Runs the model on packed `tokens [T]`. Returns float32 logits `[N, vocabulary]` after each sequence's last new token."""
     x, cache = model.features(tokens, cache, batch=batch)
     return model.logits(x[jnp.maximum(batch.last_tokens, 0)]), cache
+
+
+def verify(
+    model: Decoder,
+    tokens: Array,
+    cache: ServingCache,
+    batch: RaggedBatch,
+    drafts: int,
+    sampling: SamplingArrays | None,
+) -> tuple[Array, ServingCache]:
+    """Runs the model on packed `tokens [T]`: the last token of each sequence and up to `drafts` proposed ones, or none where tokens are drawn.
+
+    **Returns:** the tokens that the model chooses, int32 `[N, 1 + drafts]`, -1 behind the first one that was not proposed and where logits
+    are not finite; and the cache without the drafts that are wrong.
+    """
+    x, cache = model.features(tokens, cache, batch=batch)
+    place = jnp.arange(drafts + 1, dtype=jnp.int32)[None]
+    index = jnp.minimum(batch.query_start_loc[:-1, None] + place, tokens.shape[0] - 1)
+    logits = model.logits(x[index])
+    chosen = greedy(logits)
+    if sampling is not None:
+        chosen = chosen.at[:, 0].set(draw(logits[:, 0], sampling))
+    chosen = jnp.where(jnp.isfinite(logits).all(axis=-1), chosen, -1)
+    is_draft = place[:, 1:] < new_tokens(batch)[:, None]
+    right = is_draft & (tokens[index[:, 1:]] == chosen[:, :-1])
+    reached = jnp.cumprod(right.astype(jnp.int32), axis=1) > 0
+    chosen = chosen.at[:, 1:].set(jnp.where(reached, chosen[:, 1:], -1))
+    return chosen, cache.accept(jnp.sum(chosen >= 0, axis=1, dtype=jnp.int32), batch)
 
 
 class Batch(NamedTuple):
@@ -53,6 +82,7 @@ class Sizes:
     - `pages`: new entries of the table.
     - `slots`: of the engine; a sequence or an entry of padding has this number as its slot.
     - `copies`: states copied before a step, and as many behind it.
+    - `drafts`: of a sequence, at most, which the program verifies.
     """
 
     tokens: int
@@ -61,6 +91,7 @@ class Sizes:
     pages: int
     slots: int
     copies: int = 0
+    drafts: int = 0
 
     @functools.cached_property
     def ends(self) -> list[int]:
@@ -124,7 +155,7 @@ def make_program(
 ) -> Program:
     """The compiled step `(weights, state, data) -> (chosen, state)`. Weights are the arrays of the model and `state` those of a `State` of this
     structure, flat, because going through a model's tree takes the host longer than the rest of the call. `chosen` is int32 `[sequences]`, -1 where
-    logits are not finite.
+    logits are not finite; with drafts what `verify` returns, and `last` stays, since the next step waits for these tokens.
 
     - `drawn`: whether tokens may be drawn; if not, all sequences take the likeliest.
     - `traced`: called when the program is traced.
@@ -150,6 +181,10 @@ def make_program(
             max_query_len=sizes.query_len,
             num_tokens=sizes.tokens,
         )
+        if sizes.drafts:
+            kept = sampling if drawn else None
+            chosen, caches = verify(model, tokens, caches, batch, sizes.drafts, kept)
+            return chosen, tuple(jax.tree.leaves(State(caches, table, state.last)))
         logits, caches = last_logits(model, tokens, caches, batch)
         if sizes.copies:
             caches = caches.copy_states(*copies[2:])

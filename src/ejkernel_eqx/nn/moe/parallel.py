@@ -161,9 +161,27 @@ def _automatic_mesh(parallel: ExpertParallel, arrays: Any) -> Any:
     return None
 
 
+_HIDDEN = {"gate_proj": -2, "up_proj": -2, "down_proj": -1}
+"""The axis of hidden features of each weight."""
+
+
+def _with_whole_blocks(split: _Split, weight: Any, axis: int) -> Any:
+    """The weight, as floats if devices would cut blocks of codes that share a scale."""
+    if not is_quantised(weight):
+        return weight
+    least = 8 // weight.format.bits if axis == -1 else 1  # codes of a byte
+    share = weight.shape[axis] // split.size(split.hidden)
+    is_cut = split.hidden and share % max(weight.format.block[axis], least)
+    return weight.astype(weight.dtype) if weight.transposed or is_cut else weight
+
+
 @eqx.filter_jit
 def _on_mesh(split: _Split, router: Any, experts: Any, x: Array, real: Array | None) -> Any:
     """Compiled: outside of `jit`, arrays on a mesh meet others in compiled functions alone."""
+    where = lambda e: tuple(getattr(e, name) for name in _HIDDEN)
+    whole = [_with_whole_blocks(split, *each) for each in zip(where(experts), _HIDDEN.values())]
+    experts = eqx.tree_at(where, experts, whole)
+    arrays, static = eqx.partition((router, experts), eqx.is_array)
     one = lambda axes: axes or None
     columns = PartitionSpec(one(split.experts), one(split.hidden))
     specs = {
@@ -174,17 +192,15 @@ def _on_mesh(split: _Split, router: Any, experts: Any, x: Array, real: Array | N
         "up_proj_bias": columns,
         "down_proj_bias": PartitionSpec(one(split.experts), None),
     }
-    whole = lambda path, x: _at_blocks(split, x, specs[path[0].name]) if is_quantised(x) else x
-    experts = jax.tree_util.tree_map_with_path(whole, experts, is_leaf=is_quantised)
-    arrays, static = eqx.partition((router, experts), eqx.is_array)
 
-    def spec_at(path: Any, leaf: Array) -> PartitionSpec:
+    def spec_at(path: Any, leaf: Any) -> PartitionSpec:
         if not path[0].idx:
             return PartitionSpec()
-        spec, is_part = specs[path[1].name], len(path) > 2
-        # One scale, say, for all inputs is for all devices.
-        each = zip(spec, leaf.shape)
-        return PartitionSpec(*(None if size == 1 else axes for axes, size in each)) if is_part else spec
+        name = next(key.name for key in path if getattr(key, "name", "") in specs)
+        if path[-1].name == name:
+            return specs[name]
+        # A part of a quantised weight: its codes, blocks, or factors; a single block of an axis is that of every device.
+        return PartitionSpec(*(axis if size > 1 else None for axis, size in zip(specs[name], leaf.shape)))
 
     of_weights = jax.tree_util.tree_map_with_path(spec_at, arrays)
     of_rows = PartitionSpec(*split.x[:-1])
@@ -200,16 +216,6 @@ def _on_mesh(split: _Split, router: Any, experts: Any, x: Array, real: Array | N
     # JAX's simulation of a TPU compares numbers that vary over devices with ones that do not.
     checked = not has_simulated(experts)
     return jax.shard_map(body, mesh=split.mesh, in_specs=(placed,), out_specs=outs, check_vma=checked)(given)
-
-
-def _at_blocks(split: _Split, weight: Any, spec: PartitionSpec) -> Any:
-    """A quantised weight; its numbers if the devices would split it within its blocks."""
-    axes = zip(spec[1:], weight.shape[1:], weight.format.block, strict=True)
-    for names, size, block in axes:
-        devices = split.size(mesh_axes(names))
-        if devices > 1 and size % (devices * max(block, 8 // weight.format.bits)):
-            return weight.astype(weight.dtype)
-    return weight
 
 
 def _local(split: _Split, layer: Any, x: Array, real: Array | None) -> tuple[Array, RouterStatistics]:

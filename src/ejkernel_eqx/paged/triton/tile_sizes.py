@@ -11,7 +11,8 @@ _BYTES = {**dict.fromkeys(LARGEST, 1), "bfloat16": 2, "float16": 2, "float32": 4
 # block_m, block_k, num_warps, num_stages, and where the compiler is limited max_registers
 Sizes = tuple[int, ...]
 CHUNK, _MEDIUM, _LONG = 256, 1024, 4096  # minimum keys per program with few, more and many programs
-_SHORTEST = 64  # keys of a program where there are hardly any
+_SHORTEST = 32  # keys of a program where there are hardly any
+_SHORT = 512  # keys, up to which a sequence is short
 _PARTIAL_BYTES = 2**27
 SMALLEST = PagedTile(16, 16, 4, 1)
 MOST_PAIR_ROWS = 32
@@ -69,6 +70,9 @@ def decode_tiles(problem: Problem, device: DeviceFacts, queries: int) -> list[Pa
     row = problem.dim("D") * keys + problem.dim("V") * values
     table = _PAIRS if _pairs(problem, rows) else _DECODE
     sizes = next((tiles for most, tiles in table if row <= most), table[-1][1])
+    # With few tiles, what counts is how soon the first has been loaded.
+    if rows <= 16 and 0 < problem.dim("M") * problem.dim("p") <= _SHORT and not _pairs(problem, rows):
+        sizes = tuple(sorted(sizes, key=lambda tile: tile[1:4] != (32, 4, 4)))
     if rows > 16:  # shared memory does not suffice for a third program
         sizes = tuple(tile for tile in sizes if len(tile) == 4)
     return _fitting(sizes, problem, device, rows)

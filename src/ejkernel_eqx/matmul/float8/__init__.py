@@ -1,0 +1,1 @@
+from .operation import ScaledMatmul as ScaledMatmul

@@ -1,0 +1,57 @@
+"""The float8 product as in its equation: the oracle of every test, in float64 for float64 inputs. And how rows are quantised."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ...core.arguments import accumulator
+from .spec import GROUP, LARGEST, ScaledArrays, ScaledSpec
+
+LEAST = 2.0**-96
+"""A group whose numbers are all smaller in magnitude has the scale of this one."""
+
+
+def quantised(x: Array, x_scale: Array | None) -> tuple[Array, Array]:
+    """Codes in float8_e4m3fn `[..., groups, GROUP]`, the last group padded with zeros, and their scales `[..., groups, 1]` in float32."""
+    *lead, features = x.shape
+    x = jnp.pad(x.astype(jnp.float32), [(0, 0)] * len(lead) + [(0, -features % GROUP)])
+    x = x.reshape(*lead, x.shape[-1] // GROUP, GROUP)
+    if x_scale is None:
+        top = jnp.maximum(jnp.abs(x).max(-1, keepdims=True), LEAST)
+        scale, inverse = top / LARGEST, LARGEST / top
+    else:
+        scale = x_scale.astype(jnp.float32).reshape(*x_scale.shape, *(1,) * (x.ndim - x_scale.ndim))
+        inverse = 1 / scale
+    return jnp.clip(x * inverse, -LARGEST, LARGEST).astype(jnp.float8_e4m3fn), scale
+
+
+@jax.custom_jvp
+def rounded(x: Array, x_scale: Array | None) -> Array:
+    """The numbers that the codes of `x` stand for, in its dtype. Its derivative is that of the identity."""
+    codes, scale = quantised(x, x_scale)
+    wide = accumulator(x.dtype)
+    numbers = (codes.astype(wide) * scale.astype(wide)).reshape(*x.shape[:-1], -1)
+    return numbers[..., : x.shape[-1]].astype(x.dtype)
+
+
+@rounded.defjvp
+def _rounded_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    return rounded(*primals), tangents[0]
+
+
+def weight_of(arrays: ScaledArrays, spec: ScaledSpec) -> Array:
+    """The numbers of the weight `[*, N, R, K]`, in float32 or wider."""
+    wide = accumulator(arrays.x.dtype)
+    numbers = lax.bitcast_convert_type(arrays.codes, jnp.float8_e4m3fn).astype(wide)
+    scales = jnp.repeat(arrays.scales.astype(wide), spec.columns or 1, -1)
+    if spec.columns:
+        scales = lax.slice_in_dim(scales, 0, numbers.shape[-1], axis=-1)
+    return numbers * scales[..., None, :]
+
+
+def multiply(arrays: ScaledArrays, spec: ScaledSpec) -> dict[str, Array]:
+    """The result, in float32 (float64 for float64 inputs)."""
+    x = rounded(arrays.x.astype(accumulator(arrays.x.dtype)), arrays.x_scale)
+    return {"out": jnp.einsum("...mk,...nrk->...mnr", x, weight_of(arrays, spec))}

@@ -1,0 +1,101 @@
+"""Platform `triton`: the host side. Configurations, support, and the launches."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ....core.by_example import by_example
+from ....core.platforms import kernels_unavailable
+from ....dispatch import DeviceFacts, Problem
+from ....launch import gluon_unavailable, Launcher, NOTHING, result
+from ....launch.sizes import cdiv, too_large
+from .. import xla
+from ..core import problem_of
+from ..spec import GROUP, ScaledArrays, ScaledSpec
+from . import kernel
+from .tile_sizes import not_chosen, shared_memory, SMALLEST, tiles, unfit
+from .tile_sizes import ScaledTile as ScaledTile
+
+OPAQUE = True
+config_type = ScaledTile
+candidates = tiles
+_RANKS = {"codes": 3, "scales": 2, "x_scale": 0}
+_QUANTISE = ScaledTile(32, GROUP, 4, 1)
+"""The tile of the kernel that quantises."""
+
+
+def unavailable(device: DeviceFacts) -> str | None:
+    reason = kernels_unavailable(device)
+    if reason is None and (device.vendor != "nvidia" or device.capability < (8, 9)):
+        return f"needs NVIDIA's compute capability 8.9 or newer, the device has {device.compute_capability or 'none'}"
+    return reason
+
+
+def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
+    if "float64" in dict(problem.dtypes).values():
+        return "takes float32, float16 and bfloat16, not float64"
+    return None
+
+
+def default_config(problem: Problem, device: DeviceFacts) -> ScaledTile:
+    return tiles(problem, device)[0]
+
+
+def config_unsupported(config: ScaledTile, problem: Problem, device: DeviceFacts) -> str | None:
+    """The reason why Hopper's kernel cannot run, or the tile cannot fit the device's shared memory, by an estimate."""
+    if config.hopper_programs:
+        reason = gluon_unavailable(device) or unfit(problem, config)
+        if reason is not None:
+            return f"the kernel with hopper_programs={config.hopper_programs} {reason}"
+    sizes = f"{config.block_m}x{config.block_n}x{GROUP}"
+    reason = too_large("the kernel", sizes, config.num_stages, shared_memory(config), device)
+    return None if config == SMALLEST else reason
+
+
+def remark(config: ScaledTile, problem: Problem, device: DeviceFacts) -> str:
+    """The reason why the product runs in Triton's kernel on Hopper."""
+    if config.hopper_programs or device.vendor != "nvidia" or device.capability != (9, 0):
+        return ""
+    reason = not_chosen(problem, device)
+    return f"Triton's kernel, not Hopper's, which {reason}" if reason else ""
+
+
+def forward(
+    arrays: ScaledArrays, spec: ScaledSpec, config: ScaledTile, *, save: bool = True
+) -> dict[str, Array]:
+    """The result. The backward needs the arguments only."""
+    return by_example(lambda arrays: _forward(arrays, spec, config), arrays, _RANKS)
+
+
+def _forward(arrays: ScaledArrays, spec: ScaledSpec, config: ScaledTile) -> dict[str, Array]:
+    (batch, rows, features), (blocks, height, _) = arrays.x.shape, arrays.codes.shape
+    count, groups, grouped = batch * rows, cdiv(features, GROUP), arrays.x_scale is None
+    numbers = {"M": count, "K": features, "N": blocks * height, "R": height, "G": arrays.scales.shape[1]}
+    numbers |= {"COLUMNS": spec.columns, "GROUPED": grouped, "GROUP": GROUP}
+    launch = Launcher("float8", arrays._asdict(), numbers, arrays.scales)
+    codes = result(count, features, dtype=jnp.float8_e4m3fn)
+    outputs = {"rounded": codes, "rounded_scales": result(groups, count) if grouped else NOTHING}
+    programs = groups * cdiv(count, _QUANTISE.block_m)
+    made = launch(kernel.quantise_kernel, _QUANTISE, outputs, programs)
+    multiply = kernel.scaled_kernel
+    programs = cdiv(count, config.block_m) * cdiv(blocks * height, config.block_n)
+    if config.hopper_programs:
+        reason = unfit(problem_of("scaled_matmul", arrays, spec), config)
+        if reason is not None:
+            received = f"received {config.hopper_programs}: Hopper's kernel {reason}."
+            raise ValueError(f"config: expected hopper_programs=0, {received}")
+        from .hopper_kernel import hopper_scaled_kernel as multiply
+
+        programs = config.hopper_programs
+    out = result(batch, rows, blocks, height, dtype=jnp.dtype(spec.out_dtype))
+    return launch(multiply, config, {"out": out}, programs, made, name="scaled_kernel")
+
+
+def backward(
+    arrays: ScaledArrays, spec: ScaledSpec, config: ScaledTile, saved: Any, cotangents: dict[str, Array]
+) -> dict[str, Array]:
+    """The gradient of the rows by XLA: a product without rounding, in their precision."""
+    out, pull = jax.vjp(lambda x: xla.apply(arrays._replace(x=x), spec)["out"], arrays.x)
+    return {"x": pull(cotangents["out"].astype(out.dtype))[0]}

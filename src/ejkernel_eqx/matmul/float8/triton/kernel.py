@@ -1,0 +1,91 @@
+"""The kernels of the float8 product: rows are quantised, and multiplied by the codes of the weight."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def quantise_kernel(
+    x_ptr, x_scale_ptr, M, rounded_ptr, rounded_scales_ptr,  # [M, K], [], [M, K], [groups, M]
+    K: tl.constexpr, GROUPED: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    # Codes of rows, with a scale per row and group, or by one that is given.
+    groups: tl.constexpr = (K + GROUP - 1) // GROUP
+    pid = tl.program_id(0)
+    group = pid % groups
+    m = pid // groups * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    k = group * GROUP + tl.arange(0, GROUP)  # [GROUP]
+    at = m.to(tl.int64)[:, None] * K + k[None, :]  # [BLOCK_M, GROUP]
+    inside = (m < M)[:, None] & (k < K)[None, :]  # [BLOCK_M, GROUP]
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)  # [BLOCK_M, GROUP]
+    if GROUPED:
+        top = tl.maximum(tl.max(tl.abs(x), 1), 1.2621774483536189e-29)  # [BLOCK_M], at least 2^-96
+        x = x * tl.div_rn(448.0, top)[:, None]
+        tl.store(rounded_scales_ptr + group.to(tl.int64) * M + m, tl.div_rn(top, 448.0), mask=m < M)
+    else:
+        x = x * tl.div_rn(1.0, tl.load(x_scale_ptr))
+        # Comparisons keep NaN.
+        x = tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x))
+    tl.store(rounded_ptr + at, x.to(rounded_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def scales_at(
+    scales_ptr, n, start, R: tl.constexpr, G: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """The scales of rows `n [BLOCK_N]` of the weight from a feature on: one number where all share it, else `[1, BLOCK_N]`."""
+    column = start // COLUMNS if COLUMNS > 0 else 0
+    if R % BLOCK_N == 0:
+        scale = tl.load(scales_ptr + tl.min(n, 0) // R * G + column)
+    else:
+        scale = tl.load(scales_ptr + n // R * G + column)[None, :]  # [1, BLOCK_N]
+    return scale
+
+
+@triton.jit
+def scaled_kernel(
+    rounded_ptr, rounded_scales_ptr, codes_ptr, scales_ptr, x_scale_ptr, M,  # [M, K], [groups, M], [N, K], [N / R, G], []
+    out_ptr,  # [M, N]
+    K: tl.constexpr, N: tl.constexpr, R: tl.constexpr, G: tl.constexpr, COLUMNS: tl.constexpr, GROUPED: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWIZZLE: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    # out = the sum over groups of scales times (rounded codes^T). Scales that all groups share are multiplied behind the loop.
+    pid = tl.program_id(0)
+    wide: tl.constexpr = SWIZZLE * ((N + BLOCK_N - 1) // BLOCK_N)
+    top = pid // wide * SWIZZLE
+    high = tl.minimum(tl.cdiv(M, BLOCK_M) - top, SWIZZLE)
+    m = (top + pid % wide % high) * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    n = pid % wide // high * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    k = tl.arange(0, GROUP)  # [GROUP]
+    # Rows past the last are read as the last, and not stored.
+    row, column = tl.minimum(m, M - 1), tl.minimum(n, N - 1)  # [BLOCK_M], [BLOCK_N]
+    x_at = rounded_ptr + row.to(tl.int64)[:, None] * K + k[None, :]  # [BLOCK_M, GROUP]
+    w_ptr = codes_ptr.to(tl.pointer_type(tl.float8e4nv))
+    w_at = w_ptr + column.to(tl.int64)[None, :] * K + k[:, None]  # [GROUP, BLOCK_N]
+    groups: tl.constexpr = (K + GROUP - 1) // GROUP
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for group in tl.range(0, groups, num_stages=NUM_STAGES):
+        start = group * GROUP
+        if K % GROUP == 0:
+            x = tl.load(x_at + start)  # [BLOCK_M, GROUP]
+            w = tl.load(w_at + start)  # [GROUP, BLOCK_N]
+        else:
+            inside = start + k < K  # [GROUP]
+            x = tl.load(x_at + start, mask=inside[None, :], other=0.0)
+            w = tl.load(w_at + start, mask=inside[:, None], other=0.0)
+        part = tl.dot(x, w)  # [BLOCK_M, BLOCK_N]
+        if GROUPED:
+            scale = tl.load(rounded_scales_ptr + group.to(tl.int64) * M + row)[:, None]  # [BLOCK_M, 1]
+            if COLUMNS > 0:
+                scale = scale * scales_at(scales_ptr, column, start, R, G, COLUMNS, BLOCK_N)
+            acc += part * scale
+        elif COLUMNS > 0:
+            acc += part * scales_at(scales_ptr, column, start, R, G, COLUMNS, BLOCK_N)
+        else:
+            acc += part
+    if COLUMNS == 0:
+        acc *= scales_at(scales_ptr, column, 0, R, G, 0, BLOCK_N)
+    if not GROUPED:
+        acc *= tl.load(x_scale_ptr)
+    at = m.to(tl.int64)[:, None] * N + n[None, :]  # [BLOCK_M, BLOCK_N]
+    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])

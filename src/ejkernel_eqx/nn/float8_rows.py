@@ -1,0 +1,58 @@
+"""Models whose float8 weights multiply many rows in float8."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from ..quantised.dequantise import is_quantised
+
+
+def with_float8_rows(model: Any, enabled: bool = True, *, where: Callable[[str], bool] | None = None) -> Any:
+    """Lets linear layers whose weights are in float8 multiply many rows in float8, by [`ejkernel_eqx.ScaledMatmul`][]: prefill and training are
+    then faster, and their results less exact, as rows are quantised, too. Up to 64 rows, as in decoding, are multiplied as before.
+
+    ```python
+    model = ejx.with_float8_rows(ejx.quantise(model, "fp8-block"))
+    ```
+
+    **Arguments:**
+
+    - `model`: a model with weights in float8_e4m3fn: published so, or by [`ejkernel_eqx.quantise`][] with `"fp8"` or `"fp8-block"`.
+    - `enabled`: `False` for a model that multiplies in its own dtype again.
+    - `where`: `where(path)` says for each such weight whether it does; the path is as in [`ejkernel_eqx.quantise`][]. Default: all.
+
+    **Returns:** the model. The gradient of rows is that of a product without rounding; weights have none. Experts are multiplied as before.
+
+    **Raises:** `ValueError` for a model without such a weight.
+    """
+    changed = 0
+
+    def of_node(path: Any, node: Any) -> Any:
+        nonlocal changed
+        weight: Any = node.weight if type(node) is eqx.nn.Linear else None
+        if (
+            not is_quantised(weight)
+            or weight.format.element != "float8_e4m3fn"
+            or weight.format.block[1] % 128
+        ):
+            return node
+        if where is not None and not where(f"{jax.tree_util.keystr(path)}.weight"):
+            return node
+        changed += 1
+        return eqx.tree_at(
+            lambda layer: layer.weight,
+            node,
+            dataclasses.replace(weight, float8_rows=enabled),
+            is_leaf=is_quantised,
+        )
+
+    is_linear = lambda node: type(node) is eqx.nn.Linear
+    model = jax.tree_util.tree_map_with_path(of_node, model, is_leaf=is_linear)
+    if not changed:
+        raise ValueError(
+            "model: expected a linear layer with a weight in float8_e4m3fn, received none; quantise it first by ejx.quantise(model, 'fp8-block')."
+        )
+    return model
