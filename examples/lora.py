@@ -1,5 +1,11 @@
-"""LoRA: low-rank updates of frozen weights (Hu et al. 2021, arXiv:2106.09685): $W x + (\\alpha / r) B A x$."""
+"""LoRA: low-rank updates of frozen weights (Hu et al. 2021, arXiv:2106.09685): $W x + (\\alpha / r) B A x$.
 
+    python examples/lora.py --model Qwen3-0.6B --quantise int4
+
+is `train_lm.py` with `--lora 16`, here beside weights of 4 bits (QLoRA, Dettmers et al. 2023, arXiv:2305.14314).
+"""
+
+import sys
 from typing import Any
 
 import equinox as eqx
@@ -79,3 +85,9 @@ def trained(model: Any) -> Any:
     nothing = lambda node: jax.tree.map(lambda _: False, node)
     updates = lambda node: eqx.tree_at(lambda m: (m.a, m.b), nothing(node), (True, True))
     return jax.tree.map(lambda node: updates(node) if _is_lora(node) else False, model, is_leaf=_is_lora)
+
+
+if __name__ == "__main__":
+    from train_lm import main
+
+    sys.exit(main(["--lora", "16", *sys.argv[1:]]))

@@ -4,6 +4,7 @@
     printf 'def \\nimport \\nclass ' | python examples/serve_lm.py --temperature 0.7  # one prompt per line, from standard input
     python examples/serve_lm.py --prompts prompts.txt --out texts.jsonl
     python examples/serve_lm.py --kv-dtype int8                  # keys and values take half the memory of bfloat16
+    python examples/serve_lm.py --quantise int8                  # weights of linear layers and experts take half the memory of bfloat16
     python examples/serve_lm.py --temperature 0.7 --top-p 0.9 --seed 1
     python examples/serve_lm.py --model Qwen3-0.6B               # the published model in this folder
 
@@ -40,7 +41,7 @@ if __name__ == "__main__":
 import numpy as np
 from lora import merge_lora
 from tqdm import tqdm
-from train_lm import cast, drop_output, interruptible, make_state, SIZES, UsageError
+from train_lm import cast, drop_output, interruptible, make_state, QUANTISED, SIZES, UsageError
 from train_lm import parse as parse_train
 from vocabulary import Bytes, Vocabulary, vocabulary_of
 
@@ -278,6 +279,11 @@ def load_model(args: argparse.Namespace) -> Any:
 
 
 def make_engine(args: argparse.Namespace, model: Any) -> Engine:
+    if args.quantise is not None:
+        try:
+            model = ejx.quantise(model, args.quantise)
+        except ValueError as error:
+            raise UsageError(f"--quantise: {error}") from error
     names = ("num_pages", "page_size", "max_batch", "step_tokens", "max_length")
     kv_dtype = None if args.kv_dtype == "auto" else args.kv_dtype
     speculate = Speculation(num_draft_tokens=args.num_draft_tokens) if args.num_draft_tokens else None
@@ -472,6 +478,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add(
         "--kv-dtype", choices=KV_DTYPES, default="auto", help="of keys and values; 8-bit dtypes are quantised"
+    )
+    add(
+        "--quantise",
+        choices=QUANTISED,
+        help="round the weights of linear layers and of experts to 8 or 4 bits",
     )
     add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of the computation")
     add("--platform", help="kernel platform, e.g. triton or xla (default: chosen by device)")

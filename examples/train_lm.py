@@ -10,6 +10,7 @@
     python examples/train_lm.py --remat kernels       # less memory: recompute what is cheap
     python examples/train_lm.py --mesh data=2,sequence=2,tensor=2  # rows, tokens and heads over 8 devices, weights over all
     python examples/train_lm.py --model Qwen3-0.6B --lora 16  # fine-tune the published model in this folder
+    python examples/train_lm.py --model Qwen3-0.6B --lora 16 --quantise int4  # the same beside weights of 4 bits (QLoRA)
 
 The model is an `ejx.models.Decoder`, a pre-norm decoder: RMSNorm, a sequence mixer (attention with RoPE and grouped heads, one of the
 recurrent layers, or several in turn), RMSNorm, a SwiGLU or a mixture of them. Its layers are stacked, traced once, and unrolled in the
@@ -55,6 +56,7 @@ from vocabulary import Bytes, Vocabulary, vocabulary_of
 
 VOCABULARY = 256  # bytes
 VALIDATION_BATCHES = 4
+QUANTISED = ("int8", "fp8", "fp8-block", "int4", "mxfp4", "nvfp4")
 NUM_EXPERTS = 8
 
 
@@ -153,7 +155,10 @@ MIXERS: dict[str, Callable[[Architecture], ejx.models.LayerConfig]] = {
 }
 
 
-OLDER = {"mlp": "dense"}  # what checkpoints do not say that were written before there were other kinds
+OLDER = {
+    "mlp": "dense",
+    "quantise": None,
+}  # what checkpoints do not say that were written before there were other kinds
 
 
 def make_model(arch: Architecture, platform: str | None = None, *, key: Array, **options) -> Decoder:
@@ -268,11 +273,13 @@ def make_state(args: argparse.Namespace, architecture: dict[str, Any]) -> TrainS
 def published_state(args: argparse.Namespace, architecture: dict[str, Any]) -> TrainState:
     """The published model in `--model`, in float32 for the optimiser."""
     options = model_options(args)
-    model = ejx.models.from_pretrained(args.model, dtype="float32", **options)
+    model = ejx.models.from_pretrained(args.model, dtype="float32", dequantise=True, **options)
     return with_optimiser(args, model, architecture)
 
 
 def with_optimiser(args: argparse.Namespace, model: Decoder, architecture: dict[str, Any]) -> TrainState:
+    if kind := architecture.get("quantise"):
+        model = ejx.quantise(model, kind)
     if rank := architecture.get("lora"):
         model = add_lora(model, rank, key=jax.random.key(args.seed + 1))
     return TrainState(model, make_optimiser(args).init(eqx.filter(model, trained(model))), 0)
@@ -349,7 +356,7 @@ def make_steps(args: argparse.Namespace):
 def architecture_of(args: argparse.Namespace) -> dict[str, Any]:
     """What must match between a checkpoint and a run; stored in its header."""
     if args.model is not None:
-        return {"published": read_config(args.model), "lora": args.lora}
+        return {"published": read_config(args.model), "lora": args.lora, "quantise": args.quantise}
     return {field.name: getattr(args, field.name) for field in dataclasses.fields(Architecture)}
 
 
@@ -607,6 +614,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="RANK",
         help="with --model: train only low-rank updates of this rank; 0 trains all weights",
     )
+    add(
+        "--quantise",
+        choices=QUANTISED,
+        help="with --lora: keep the weights that are not trained in 8 or 4 bits",
+    )
     axes = "axes of a mesh and their devices: data=N splits rows, sequence=N tokens, tensor=N heads and features; all split the weights"
     add("--mesh", type=meshes.read_axes, metavar="AXES", help=axes)
     add("--tune", action="store_true", help="find the fastest kernel configurations before training")
@@ -622,6 +634,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if args.lora < 0 or (args.lora and args.model is None):
         raise UsageError(
             f"--lora: expected a rank of at least 1 with --model, received {args.lora}; 0 trains all weights."
+        )
+    if args.quantise and not args.lora:
+        raise UsageError(
+            "--quantise: expected --lora with it, as codes are not trained, received none; give a rank, or leave it out."
         )
     if args.balance < 0:
         raise UsageError(f"--balance: expected a number from 0 on, received {args.balance}; 0 is none.")

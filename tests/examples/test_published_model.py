@@ -3,6 +3,7 @@
 import json
 import pathlib
 
+import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from safetensors.numpy import save_file
 import ejkernel_eqx as ejx
 from tests.models.cases import GOLDEN
 from tests.models.test_published import weights_of
+
+from .test_examples import run
 
 tokenizers = pytest.importorskip("tokenizers")
 TEXT = "the quick brown fox jumps over the lazy dog é "
@@ -75,6 +78,37 @@ def test_a_published_model_is_served(examples, folder, tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_a_quantised_model_is_served(examples, folder, tmp_path, capsys):
+    model = ejx.quantise(ejx.models.from_pretrained(folder, dtype="float32"), "fp8")
+    options = ["--model", folder, "--quantise", "fp8"]
+    check_served(examples, folder, tmp_path / "out.jsonl", options, model, ["the quick"], capsys)
+
+
+@pytest.mark.slow
+def test_lora_beside_quantised_weights(examples, folder, tmp_path, capsys):
+    """What `lora.py` runs: updates train, codes stay, and the checkpoint continues."""
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT * 40, encoding="utf-8")
+    options = ["--data", text, "--out-dir", tmp_path / "run", "--model", folder, *SMALL]
+    options = [*map(str, options), "--lora", "2", "--quantise", "int8"]
+    assert examples.train(*options) == 0
+    args = examples.train_lm.parse(options)
+    model = examples.train_lm.load_checkpoint(tmp_path / "run" / "checkpoint.ejx", args).model
+    update = model.stacks[0][0].mixer.q_proj
+    before = ejx.quantise(ejx.models.from_pretrained(folder, dtype="float32"), "int8")
+    assert eqx.tree_equal(update.base.weight, before.stacks[0][0].mixer.q_proj.weight)
+    assert isinstance(update.base.weight, ejx.QuantizedWeight)
+    assert float(jnp.max(jnp.abs(update.b))) > 0
+    assert examples.train(*options, "--steps", 4, "--resume") == 0
+    assert examples.train(*options[:-2], "--steps", 5, "--resume") == 2
+    assert "with quantise='int8' (requested: None)" in capsys.readouterr().err
+    _, error = run(
+        "lora.py", "--model", tmp_path / "none", "--quantise", "int8", "--out-dir", tmp_path, code=2
+    )
+    assert "--model: expected the folder of a published model" in error
+
+
+@pytest.mark.slow
 def test_lora_trains_updates_alone_and_merges(examples, folder, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text(TEXT * 40, encoding="utf-8")
@@ -105,6 +139,7 @@ def test_lora_trains_updates_alone_and_merges(examples, folder, tmp_path, capsys
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--quantise", "int8"], "--quantise: expected --lora with it"),
         (["--lora", "2"], "--lora: expected a rank of at least 1 with --model"),
         (["--model", "nowhere"], "--model: expected the folder of a published model"),
         (["--model", "nowhere", "--mixer", "kda"], "--mixer: expected none beside --model"),

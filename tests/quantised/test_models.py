@@ -78,6 +78,19 @@ def test_the_default_leaves_out_what_is_sensitive():
     model, _ = models("attention", "int4")
     assert not isinstance(model.embedding, ejx.QuantizedWeight)
     assert not isinstance(model.head.weight, ejx.QuantizedWeight)
+    asked: list[str] = []
+    biased = MoEConfig({"hidden_dim": 32, "num_experts": 4, "top_k": 2, "use_bias": True})
+    layer = LayerConfig("attention", dict(FULL.options) | {"use_qkv_bias": True}, biased)
+    with_biases = Decoder(DecoderConfig(40, 32, (layer,)), key=jax.random.key(1))
+    ejx.quantise(with_biases, "int8", where=lambda path: not asked.append(path))
+    assert {path.rpartition(".")[2] for path in asked} == {
+        "embedding",
+        "weight",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    }
+    assert not any("norm" in path for path in asked)
     both = ejx.quantise(
         Decoder(DecoderConfig(40, 32, (FULL,), tie_embeddings=True), key=jax.random.key(1)),
         "int8",

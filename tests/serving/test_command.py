@@ -39,7 +39,12 @@ def folder(tmp_path):
 SIZES = "--num-pages 16 --page-size 4 --max-batch 2 --step-tokens 8 --dtype float32".split()
 
 
-def test_a_folder_is_served(folder, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "options",
+    [(), pytest.param(("--quantise", "int8", "--dequantise"), marks=pytest.mark.slow)],
+    ids=["floats", "quantised"],
+)
+def test_a_folder_is_served(folder, monkeypatch, capsys, options):
     answers = []
 
     def run(app, host, port):
@@ -50,8 +55,8 @@ def test_a_folder_is_served(folder, monkeypatch, capsys):
             answers.append(client.post("/v1/chat/completions", json=body).json()["usage"])
 
     monkeypatch.setattr(server, "run", run)
-    drafts = ["--num-draft-tokens", "2"]
-    assert main(["serve", str(folder), "--port", "8123", "--name", "tiny", *SIZES, *drafts]) == 0
+    options = [*options, "--num-draft-tokens", "2"]
+    assert main(["serve", str(folder), "--port", "8123", "--name", "tiny", *SIZES, *options]) == 0
     assert answers == ["tiny", {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}]
     out, err = capsys.readouterr()
     assert out.startswith("5 tokens in ") and out.rstrip().endswith("drafts accepted")
@@ -67,6 +72,7 @@ def test_wrong_folders_and_sizes(folder, tmp_path, capsys):
     assert "step_tokens: expected at least max_batch=2, received 1" in error(
         folder, *SIZES, "--step-tokens", 1
     )
+    assert "kind: expected one of int8, fp8" in error(folder, *SIZES, "--quantise", "int2")
     assert "num_draft_tokens: " in error(folder, *SIZES, "--num-draft-tokens", -1)
     (folder / "chat_template.jinja").write_text("{% for %}")
     assert "chat_template: it cannot be read" in error(folder)

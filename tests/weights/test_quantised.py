@@ -206,6 +206,29 @@ def test_kept_weights(name, tmp_path):
     assert np.max(np.abs(logits - expected)) / np.max(np.abs(expected)) < 1e-5
 
 
+@pytest.mark.parametrize(
+    "name, part, inner",
+    [
+        ("awq experts", "mlp", "mlp"),
+        pytest.param("awq", "mlp", "mlp", marks=pytest.mark.slow),
+        pytest.param("fp8 rows", "self_attn", "mixer", marks=pytest.mark.slow),
+    ],
+)
+def test_a_single_layer(name, part, inner, tmp_path):
+    """`load_published` reads a folder, and a file in it, by the `config.json` beside them."""
+    folder = folder_of(name, tmp_path)
+    model: Any = ejx.models.from_pretrained(folder, dtype="float32")
+    floats, kept = (getattr(one.layer(1), inner) for one in (float_model(name, tmp_path), model))
+    load = functools.partial(ejx.load_published, floats, prefix=f"model.layers.1.{part}")
+    for path in (folder, folder / "model.safetensors"):
+        assert eqx.tree_equal(load(path), kept)
+    assert sum(map(is_quantised, jax.tree.leaves(load(folder), is_leaf=is_quantised))) >= 3
+    assert eqx.tree_equal(load(folder, dequantise=True), floats)
+    (folder / "config.json").unlink()
+    with pytest.raises(ejx.CheckpointError):  # its arrays are then read as they are named
+        load(folder)
+
+
 @pytest.mark.parametrize("name", ["fp8 blocks", "awq experts"])
 def test_weights_over_devices(name, tmp_path):
     """Codes and scales are split as the floats would be; an axis of scales that devices do not divide is whole."""

@@ -31,13 +31,15 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         help="looked up in each text and verified in a step (default: %(default)s)",
     )
     add("--dtype", help="of the computation (default: that of the file)")
+    add("--quantise", metavar="KIND", help="round weights to int8, fp8, fp8-block, int4, mxfp4 or nvfp4")
+    add("--dequantise", action="store_true", help="quantised weights of the folder become floats")
     add("--kv-dtype", help="of the pages (default: that of the model)")
     add("--platform", help="kernel platform (default: chosen by device)")
 
 
 def run(options: argparse.Namespace) -> Outcome:
     try:  # other commands start without all this
-        from .. import models
+        from .. import models, quantise
         from ..serving import Engine, server, text
     except ImportError as error:
         raise UsageError(str(error)) from error
@@ -45,7 +47,9 @@ def run(options: argparse.Namespace) -> Outcome:
     with user_input():
         tokenizer = text.Tokenizer(folder / "tokenizer.json")
         template = text.ChatTemplate.from_folder(folder)
-        model = models.from_pretrained(folder, dtype=options.dtype, platform=options.platform)
+        given = {name: getattr(options, name) for name in ("dtype", "platform", "dequantise")}
+        model = models.from_pretrained(folder, **given)
+        model = model if options.quantise is None else quantise(model, options.quantise)
         drafts = options.num_draft_tokens
         speculate = models.Speculation(num_draft_tokens=drafts) if drafts else None
         sizes = {name: getattr(options, name) for name in _SIZES}

@@ -16,8 +16,7 @@ from .._errors import CheckpointError
 from ..weights import Weights
 from ..weights.configs import text_entries
 from ..weights.load import loaded
-from ..weights.quantised.source import form_of, QuantisedSource
-from ..weights.source import open_source, read_json
+from ..weights.source import of_file, read_json
 from .decoder import Decoder
 from .published import decoder_config, stop_tokens
 
@@ -82,16 +81,13 @@ def from_pretrained(
     folder = pathlib.Path(path).expanduser()
     path = folder / "config.json"
     config = _read_json(path)
-    described = _of_file(path, decoder_config, config)
+    described = of_file(path, decoder_config, config)
     # Models for chats end a turn with tokens that often are in this file alone.
     if (beside := folder / "generation_config.json").is_file():
-        stop = _of_file(beside, stop_tokens, _read_json(beside))
+        stop = of_file(beside, stop_tokens, _read_json(beside))
         described = dataclasses.replace(described, stop_tokens=stop or described.stop_tokens)
-    dtype = _of_file(path, published_dtype, config) if dtype is None else dtype
-    _check_dequantise(dequantise)
-    form, source = _of_file(path, _published_form, config), open_source(folder)
-    if form is not None:
-        source = QuantisedSource(source, form, dequantise)
+    dtype = of_file(path, published_dtype, config) if dtype is None else dtype
+    weights = Weights.open(folder, dequantise=dequantise)
     make = lambda: Decoder(described, dtype=dtype, **options, key=jax.random.key(0))
     # Only shapes: none of the random weights is made. Integers (a layer's place in the model) are computed, as no file has them.
     shapes = eqx.filter_eval_shape(make)
@@ -101,23 +97,7 @@ def from_pretrained(
         shapes, integers = _sharded(shapes, sharding), _sharded(integers, sharding)
     like = eqx.combine(integers, shapes)
     other_parts = _OTHER_PARTS if config.get("text_config") else ()
-    return loaded(like, Weights.of(source), (*ignore, *other_parts))
-
-
-def _published_form(config: Mapping[str, Any]) -> Any:
-    """The form of quantised weights that a configuration describes, if it does."""
-    for entries in (entries_of(config), text_entries(config)):
-        if entries.get("quantization_config"):
-            return form_of(entries.inner("quantization_config"))
-    return None
-
-
-def _check_dequantise(value: Any) -> None:
-    is_patterns = isinstance(value, list | tuple) and all(isinstance(pattern, str) for pattern in value)
-    if not isinstance(value, bool) and not is_patterns:
-        raise ValueError(
-            f"dequantise: expected True, False or a sequence of patterns, received {value!r}; ['*.o_proj.weight'] is one."
-        )
+    return loaded(like, weights, (*ignore, *other_parts))
 
 
 def _sharded(tree: Any, sharding: Callable[[str, Any], Any]) -> Any:
@@ -154,14 +134,6 @@ def published_dtype(config: Mapping[str, Any]) -> Any:
             f"config: dtype: expected one of {', '.join(_DTYPES)}, received {shown(name)}; pass dtype= to from_pretrained."
         )
     return jnp.dtype(name)
-
-
-def _of_file(path: pathlib.Path, read: Callable[[Any], Any], content: Any) -> Any:
-    """Names the file in errors of the function that reads it."""
-    try:
-        return read(content)
-    except CheckpointError as error:
-        raise CheckpointError(f"{str(path)!r}: {error}") from None
 
 
 def _read_json(path: pathlib.Path) -> Mapping[str, Any]:

@@ -20,9 +20,9 @@ from .layer import real_of
 def embed(table: Array | QuantizedWeight, tokens: Array) -> Array:
     """The rows `[..., E]` of the table `[vocabulary, E]`; on an explicit mesh laid out as the tokens, with all features on each device.
     Gradients of equal tokens are summed in float32."""
-    if isinstance(table, QuantizedWeight):
-        return table[tokens]
     mesh = mesh_of((table, tokens))
+    if isinstance(table, QuantizedWeight):
+        return table[tokens] if mesh is None else _numbers_on(mesh, table, tokens)
     if mesh is not None:
         return _embed_on(mesh, table, tokens)
     return _embed_few(table, tokens) if _are_few(table, tokens) else copied(_rows, table, tokens)
@@ -61,6 +61,15 @@ def _embed_on(mesh: Any, table: Array, tokens: Array) -> Array:
     table = jax.sharding.reshard(table, NamedSharding(mesh, PartitionSpec(rows, apart)))
     sharding = NamedSharding(mesh, PartitionSpec(*lead, None))
     return copied(lambda table, tokens: table.at[tokens].get(out_sharding=sharding), table, tokens)
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _numbers_on(mesh: Any, table: QuantizedWeight, tokens: Array) -> Array:
+    """The compiler moves the codes: it has no gradient to them."""
+    table, tokens = jax.tree.map(lambda x: on_mesh(mesh, x), (table, tokens))
+    sharding = NamedSharding(mesh, PartitionSpec(*jax.typeof(tokens).sharding.spec, None))
+    by_compiler: Any = jax.sharding.auto_axes(lambda table, tokens: table[tokens], out_sharding=sharding)
+    return by_compiler(table, tokens)
 
 
 def in_vocabulary(tokens: Any, size: int, rows: dict[str, Any]) -> Array:

@@ -1,7 +1,7 @@
 """Weights of whole models in 8 or 4 bits."""
 
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -11,38 +11,15 @@ from ..quantised.dequantise import is_quantised
 from ..quantised.quantise import error_of, format_for, quantised_array
 from .moe.experts import Experts
 
-Where = Callable[[str], bool]
 _EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 
-@overload
 def quantise(
     tree: Any,
     kind: str,
     *,
     group_size: int | None = None,
-    where: Where | None = None,
-    return_errors: Literal[False] = False,
-) -> Any: ...
-
-
-@overload
-def quantise(
-    tree: Any,
-    kind: str,
-    *,
-    group_size: int | None = None,
-    where: Where | None = None,
-    return_errors: Literal[True],
-) -> tuple[Any, dict[str, float]]: ...
-
-
-def quantise(
-    tree: Any,
-    kind: str,
-    *,
-    group_size: int | None = None,
-    where: Where | None = None,
+    where: Callable[[str], bool] | None = None,
     return_errors: bool = False,
 ) -> Any:
     r"""Stores weights in 8 or 4 bits: each is rounded to the nearest code, with scales by the largest number of a block.
@@ -67,8 +44,8 @@ def quantise(
     - `tree`: an array `[..., out, in]` of floats, or a model.
     - `group_size`: of `"int4"`: 128, 64 or 32; default the largest that divides the inputs.
     - `where`: for a model, `where(path)` says whether the weight at a path such as `".stacks[0][0].mixer.q_proj.weight"` is quantised. It is
-      asked for each float array of two axes and more. Default: the weights of each `equinox.nn.Linear` and of experts, but for those of a head
-      (`.head.weight`). Norms, routers, biases and embeddings stay as they are.
+      asked for each float array of two axes and more, but for norms and biases. Default: the weights of each `equinox.nn.Linear` and of experts,
+      but for those of a head (`.head.weight`). Norms, routers, biases and embeddings stay as they are.
     - `return_errors`: whether to return, too, the error of each weight: the root mean square of the difference over that of the weight.
 
     **Returns:** a [`ejkernel_eqx.QuantizedWeight`][], or the model with such weights; with `return_errors` a tuple of it and a dictionary from
@@ -94,7 +71,7 @@ def quantise(
     return (new, errors) if return_errors else new
 
 
-def _paths(tree: Any, where: Where | None) -> set[str]:
+def _paths(tree: Any, where: Callable[[str], bool] | None) -> set[str]:
     """The paths of the weights to quantise."""
     if eqx.is_array_like(tree) or hasattr(tree, "__array__"):
         if getattr(tree, "ndim", 0) < 2 or not jnp.issubdtype(tree.dtype, jnp.floating):
@@ -109,10 +86,11 @@ def _paths(tree: Any, where: Where | None) -> set[str]:
         for path, x in leaves
         if eqx.is_inexact_array(x) and not is_quantised(x) and x.ndim >= 2
     }
+    weights, others = _weights(tree)
     if where is None:
-        chosen = _weights(tree) & arrays.keys()
+        chosen = {path for path in weights & arrays.keys() if not path.endswith(".head.weight")}
     else:
-        chosen = {path for path in arrays if where(path)}
+        chosen = {path for path in arrays if path not in others and where(path)}
     if not chosen:
         raise ValueError(
             "tree: expected a model with weights to quantise, received none; where= may choose others."
@@ -120,14 +98,17 @@ def _paths(tree: Any, where: Where | None) -> set[str]:
     return chosen
 
 
-def _weights(tree: Any) -> set[str]:
-    """The paths of weights of linear layers and of experts, but for the head's."""
-    owns = lambda node: isinstance(node, eqx.nn.Linear | Experts)
-    found = set()
+def _weights(tree: Any) -> tuple[set[str], set[str]]:
+    """The paths of weights of linear layers and of experts, and those of biases beside them and of norms, which take floats."""
+    fields = {eqx.nn.Linear: ("weight",), Experts: _EXPERTS, eqx.nn.RMSNorm: (), eqx.nn.LayerNorm: ()}
+    owns = lambda node: isinstance(node, tuple(fields))
+    weights, others = set[str](), set[str]()
     for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=owns):
         name = jax.tree_util.keystr(path)
-        if isinstance(node, eqx.nn.Linear) and not name.endswith(".head"):
-            found.add(f"{name}.weight")
-        elif isinstance(node, Experts):
-            found |= {f"{name}.{field}" for field in _EXPERTS}
-    return found
+        of_node = next((names for kind, names in fields.items() if isinstance(node, kind)), ())
+        weights |= {f"{name}.{field}" for field in of_node}
+        if owns(node):
+            others |= {
+                name + jax.tree_util.keystr(part) for part, _ in jax.tree_util.tree_leaves_with_path(node)
+            }
+    return weights, others - weights

@@ -24,6 +24,7 @@ def load_published(
     unit_offset_norms: bool = False,
     ignore: Sequence[str] = (),
     dtype: Any = None,
+    dequantise: bool | Sequence[str] = False,
 ) -> M:
     """A layer or a model with published weights: those of its fields' names, and the forms that other code publishes the same layer in.
 
@@ -41,6 +42,7 @@ def load_published(
         (`GatedRMSNorm`) are never published so.
     - `ignore`: names under the prefix that are not wanted, as patterns of `fnmatch`. Buffers that are computed here need not be named.
     - `dtype`: of all arrays of floats; by default each has that of its counterpart in `like`.
+    - `dequantise`: of files whose `config.json` beside them has a `quantization_config`, as in [`ejkernel_eqx.models.from_pretrained`][].
 
     **Returns:** a module like `like`, filled. An array whose counterpart was placed explicitly (sharded, say) is placed the same way.
 
@@ -49,7 +51,8 @@ def load_published(
     """
     _check(prefix, unit_offset_norms, ignore)
     like = like if dtype is None else _as_dtype(like, dtype)
-    return loaded(like, Weights.open(state_dict, prefix, unit_offset_norms=unit_offset_norms), ignore)
+    options: Any = {"unit_offset_norms": unit_offset_norms, "dequantise": dequantise}
+    return loaded(like, Weights.open(state_dict, prefix, **options), ignore)
 
 
 def loaded(like: M, weights: Weights, ignore: Sequence[str]) -> M:

@@ -4,7 +4,7 @@ import abc
 import json
 import os
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -26,6 +26,8 @@ class Source(abc.ABC):
 
     label: str
     """How messages call it."""
+    kept: Collection[str] = ()
+    """The names of weights that stay quantised, for `read_kept`."""
 
     @abc.abstractmethod
     def names(self) -> Iterable[str]:
@@ -37,6 +39,11 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def read(self, name: str) -> jax.Array | np.ndarray:
+        """Floats, also of a quantised weight."""
+        raise NotImplementedError
+
+    def read_kept(self, name: str, dtype: Any) -> Any:
+        """The `QuantizedWeight` of a name in `kept`, of arrays of NumPy, which stands for numbers of `dtype`."""
         raise NotImplementedError
 
 
@@ -84,6 +91,7 @@ class FileSource(Source):
     def __init__(self, label: str, files: Mapping[str, pathlib.Path]):
         """`files`: where each array is; each file is opened once."""
         self.label, self._files = label, files
+        self.folder = next((path.parent for path in files.values()), pathlib.Path())
         self._opened: dict[pathlib.Path, Any] = {}
         self._headers: dict[pathlib.Path, tuple[int, Any]] = {}
 
@@ -210,6 +218,14 @@ def read_json(path: pathlib.Path, most_bytes: int) -> Any:
         raise CheckpointError(
             f"{str(path)!r} is not readable as JSON ({error}). Download it again."
         ) from error
+
+
+def of_file(path: pathlib.Path, read: Callable[[Any], Any], content: Any) -> Any:
+    """Names the file in errors of the function that reads it."""
+    try:
+        return read(content)
+    except CheckpointError as error:
+        raise CheckpointError(f"{str(path)!r}: {error}") from None
 
 
 def _sharded(index: pathlib.Path) -> Source:

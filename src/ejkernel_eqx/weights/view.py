@@ -3,6 +3,7 @@
 import difflib
 import fnmatch
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,8 +12,8 @@ import numpy as np
 
 from .._errors import CheckpointError
 from ..core.arguments import accumulator
-from .quantised.source import QuantisedSource
-from .source import open_source, Source, StateDict
+from .quantised.source import opened
+from .source import Source, StateDict
 
 _SHOWN = 6  # names in a message
 _MOST_ZEROS = 2**22  # in the place of a missing array
@@ -45,14 +46,17 @@ class Weights:
         self._ledger, self.prefix, self.unit_offset_norms = ledger, prefix, unit_offset_norms
 
     @classmethod
-    def open(cls, state_dict: StateDict, prefix: str = "", *, unit_offset_norms: bool = False) -> "Weights":
+    def open(
+        cls,
+        state_dict: StateDict,
+        prefix: str = "",
+        *,
+        unit_offset_norms: bool = False,
+        dequantise: bool | Sequence[str] = False,
+    ) -> "Weights":
         """Arguments as for [`ejkernel_eqx.load_published`][]."""
         prefix = f"{prefix.removesuffix('.')}." if prefix else ""
-        return cls.of(open_source(state_dict), prefix, unit_offset_norms)
-
-    @classmethod
-    def of(cls, source: Source, prefix: str = "", unit_offset_norms: bool = False) -> "Weights":
-        return cls(_Ledger(source, prefix), prefix, unit_offset_norms)
+        return cls(_Ledger(opened(state_dict, dequantise), prefix), prefix, unit_offset_norms)
 
     def at(self, name: str) -> "Weights":
         """The arrays whose names begin with `name` and a dot."""
@@ -91,7 +95,7 @@ class Weights:
     def take_matrix(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
         """`take` of a matrix, or several, of a layer that also computes with a `QuantizedWeight`: of a quantised checkpoint it is one."""
         source, full = self._ledger.source, self.prefix + name
-        if not isinstance(source, QuantisedSource) or full not in source.kept:
+        if full not in source.kept:
             return self.take(name, shape, dtype)
         self._check_shape(full, shape)
         self._ledger.used.add(full)

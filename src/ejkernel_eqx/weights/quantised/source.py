@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from ..._entries import Entries, shown
+from ..._entries import entries_of, shown
 from ...quantised import dequantise, QuantizedWeight
-from ..source import FileSource, Source
+from ..configs import Config, text_entries
+from ..source import FileSource, of_file, open_source, read_json, Source, StateDict
 from .awq import Awq
 from .compressed import Compressed
 from .form import Form, Held
@@ -18,6 +19,7 @@ from .mxfp4 import Mxfp4
 from .values import DEQUANTISE
 
 _FORMS = {"fp8": Fp8, "mxfp4": Mxfp4, "awq": Awq, "gptq": Gptq, "compressed-tensors": Compressed}
+_MOST_BYTES = 2**24  # of a config.json
 _ACTIVATIONS = (
     ".input_scale .input_zero_point .input_global_scale .activation_scale .output_scale .output_zero_point .k_scale "
     ".v_scale .kv_scale"
@@ -28,12 +30,11 @@ _ACTIVATIONS = (
 class QuantisedSource(Source):
     """The weights of a quantised checkpoint by the names that they have in floats."""
 
-    def __init__(self, source: Source, form: Form, to_floats: bool | Sequence[str]):
+    def __init__(self, source: FileSource, form: Form, to_floats: bool | Sequence[str]):
         """`to_floats`: whether all weights become floats, or patterns of the names of those that do.
 
         What the files say of each weight is checked here, from their headers and the groups of inputs, before any weight is read.
         """
-        assert isinstance(source, FileSource)
         self.label, self._source, self._form = source.label, source, form
         names = dict.fromkeys(source.names())
         modules = [name.removesuffix(end) for end in form.marker for name in names if name.endswith(end)]
@@ -69,19 +70,36 @@ class QuantisedSource(Source):
         return self._shapes[name] if name in self._modules else self._source.shape(name)
 
     def read(self, name: str) -> Any:
-        """Floats."""
         if name not in self._modules:
             return self._source.read(name)
         value = self._form.read(self._modules[name], np.dtype(np.float32))
         return dequantise(value) if isinstance(value, QuantizedWeight) else value
 
     def read_kept(self, name: str, dtype: Any) -> Any:
-        """The `QuantizedWeight` of a name in `kept`, of arrays of NumPy, which stands for numbers of `dtype`."""
         return self._form.read(self._modules[name], dtype)
 
 
-def form_of(entries: Entries) -> Form:
-    """The form that a `quantization_config` describes."""
+def opened(state_dict: StateDict, dequantise: bool | Sequence[str]) -> Source:
+    """Published arrays by the names that they have in floats. Those of files are quantised as the `config.json` beside them says."""
+    is_patterns = isinstance(dequantise, list | tuple) and all(isinstance(one, str) for one in dequantise)
+    if not isinstance(dequantise, bool) and not is_patterns:
+        raise ValueError(
+            f"dequantise: expected True, False or a sequence of patterns, received {dequantise!r}; ['*.o_proj.weight'] is one."
+        )
+    source = open_source(state_dict)
+    if not isinstance(source, FileSource) or not (path := source.folder / "config.json").is_file():
+        return source
+    form = of_file(path, _published_form, read_json(path, _MOST_BYTES))
+    return source if form is None else QuantisedSource(source, form, dequantise)
+
+
+def _published_form(config: Config) -> Form | None:
+    """The form that a `quantization_config` describes, if there is one."""
+    both = (entries_of(config), text_entries(config))
+    entries = next((entries for entries in both if entries.get("quantization_config")), None)
+    if entries is None:
+        return None
+    entries = entries.inner("quantization_config")
     method = entries.get("quant_method")
     if method not in _FORMS:
         remedy = "convert the weights to bfloat16, or quantise them in one of these forms"

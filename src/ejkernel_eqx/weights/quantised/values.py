@@ -12,9 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..._errors import CheckpointError
 from ...quantised.dequantise import is_quantised
 
-DEQUANTISE = (
-    "Pass dequantise=True to from_pretrained, or the names of these weights as patterns, to have floats."
-)
+DEQUANTISE = "Pass dequantise=True, or the names of these weights as patterns, to have floats."
 
 
 def rows_of(x: Any, rows: slice) -> Any:
