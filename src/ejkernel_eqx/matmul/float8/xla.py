@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ...core.arguments import accumulator
 from ...core.platforms import Plain
 from .reference import rounded, weight_of
 from .spec import ScaledArrays, ScaledSpec
@@ -15,8 +14,8 @@ def apply(arrays: ScaledArrays, spec: ScaledSpec) -> dict[str, Array]:
     weight = weight_of(arrays, spec).astype(x.dtype)
     mapped = tuple(range(weight.ndim - 3))
     axes = (((x.ndim - 1,), (weight.ndim - 1,)), (mapped, mapped))
-    out = lax.dot_general(x, weight, axes, preferred_element_type=accumulator(x.dtype))
-    return {"out": out.astype(jnp.dtype(spec.out_dtype))}
+    # In the dtype of the result, so that the gradient multiplies in it, too; sums are in float32.
+    return {"out": lax.dot_general(x, weight, axes, preferred_element_type=jnp.dtype(spec.out_dtype))}
 
 
 platform = Plain(apply)

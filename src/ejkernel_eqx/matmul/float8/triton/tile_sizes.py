@@ -8,7 +8,7 @@ from ....launch.fields import Block, check_fields, Count, Programs, Warps
 from ....launch.sizes import fitting
 from ..spec import GROUP
 
-LEAST_ROWS = 128
+LEAST_ROWS = 129
 """Rows from which on Hopper's kernel is preferred."""
 
 
@@ -34,11 +34,11 @@ SMALLEST = ScaledTile(16, 32, 4, 2)
 
 # Rows from which on tiles are preferred; rows, rows of the weight, warps, stages and swizzle; best first.
 _TILES: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = (
-    (129, ((128, 128, 8, 4), (128, 128, 4, 4), (128, 256, 8, 3), (128, 128, 8, 3, 16), (64, 128, 4, 4))),
+    (129, ((64, 128, 4, 4), (128, 128, 8, 4), (128, 128, 4, 4), (128, 128, 8, 3, 16))),
     (33, ((64, 128, 4, 4), (64, 64, 4, 5), (128, 128, 8, 4), (64, 128, 4, 3), (64, 256, 8, 3))),
     (0, ((16, 64, 4, 5), (16, 128, 4, 4), (16, 32, 4, 6), (32, 64, 4, 5), (16, 128, 8, 3))),
 )  # fmt: skip
-_HOPPER = ((256, 128, 4, 4, 8), (128, 128, 4, 6, 8), (256, 128, 4, 4, 16), (128, 128, 4, 6, 16))
+_HOPPER = ((256, 128, 4, 4, 8), (256, 128, 4, 4, 4), (128, 128, 4, 6, 8))
 
 
 def tiles(problem: Problem, device: DeviceFacts) -> list[ScaledTile]:
@@ -48,8 +48,8 @@ def tiles(problem: Problem, device: DeviceFacts) -> list[ScaledTile]:
     if not_chosen(problem, device) is None:
         programs = device.num_multiprocessors or 132
         hopper = [ScaledTile(*sizes, hopper_programs=programs) for sizes in _HOPPER]
-        # Tiles of 256 rows where each program has two of them.
-        made = hopper[rows * problem.dim("N") < 2 * programs * 256 * 128 :] + made
+        # Tiles of 256 rows where there are two of them.
+        made = (hopper if rows >= 512 else hopper[2:]) + made
     return fitting(made, shared_memory, device) or [SMALLEST]
 
 
