@@ -14,9 +14,7 @@ def test_steps_of_a_tiny_model_are_timed(tmp_path):
     assert generate.main(["--quick", "--commit", "abc", "--json", str(path)]) == 0
     (row,) = json.loads(path.read_text())["rows"]
     assert row["problem"] == "tiny-b2-s16" and row["reason"] is None and row["floor_ms"] > 0
-    assert (
-        row["own_loop_ms"] > 0 and row["own_jit_ms"] > 0 and row["prefill_ms"] > 0 and row["first_call_s"] > 0
-    )
+    assert row["own_loop_ms"] > 0 and row["own_jit_ms"] > 0 and row["prefill_ms"] > 0 and row["first_call_s"] > 0
 
 
 def test_a_step_is_the_difference_of_two_calls(monkeypatch):
