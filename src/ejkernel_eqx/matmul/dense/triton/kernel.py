@@ -6,7 +6,7 @@ import triton.language as tl
 from ...triton.codes import Form
 from ...triton.forward_kernel import activated
 from ...triton.tile import operand
-from .coded import row_times_codes, rows_times_codes
+from .coded import few_times_codes, rows_times_codes
 
 
 @triton.jit
@@ -57,13 +57,10 @@ def times_codes(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Rows times rows `n` of quantised weights `[BLOCK_M, BLOCK_N]`, and of one row the sum of its squares `[BLOCK_M]`."""
-    if BLOCK_M == 1:
-        first = x_ptr + tl.max(row, 0).to(tl.int64) * K
-        acc, total = row_times_codes(
-            first, norm_ptr, codes_ptr, scales_ptr, zeros_ptr, n, K, form, UNIT, NORM, NORM_WEIGHT, BLOCK_N, BLOCK_K, STAGES
+    if BLOCK_M < 16:
+        acc, total = few_times_codes(
+            x_ptr, norm_ptr, codes_ptr, scales_ptr, zeros_ptr, row, n, K, form, UNIT, NORM, NORM_WEIGHT, BLOCK_M, BLOCK_N, BLOCK_K, STAGES
         )  # fmt: skip
-        acc = acc[None, :]
-        total = total + tl.zeros([BLOCK_M], tl.float32)
     else:
         acc = rows_times_codes(
             x_ptr, codes_ptr, scales_ptr, zeros_ptr, row, n, K, form, UNIT, OPERAND, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, SPLIT_K, STAGES
