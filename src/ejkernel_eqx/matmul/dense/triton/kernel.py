@@ -58,7 +58,7 @@ def times_codes(
 ):  # fmt: skip
     """Rows times rows `n` of quantised weights `[BLOCK_M, BLOCK_N]`, and of one row the sum of its squares `[BLOCK_M]`."""
     if BLOCK_M < 16:
-        acc, total = few_times_codes(
+        acc, total = few_times_codes(  # pyright: ignore[reportGeneralTypeIssues]
             x_ptr, norm_ptr, codes_ptr, scales_ptr, zeros_ptr, row, n, K, form, UNIT, NORM, NORM_WEIGHT, BLOCK_M, BLOCK_N, BLOCK_K, STAGES
         )  # fmt: skip
     else:
