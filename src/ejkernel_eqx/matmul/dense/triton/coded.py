@@ -75,6 +75,17 @@ def few_times_codes(
 
 
 @triton.jit
+def _scales_of(scales_ptr, zeros_ptr, n, unit, K: tl.constexpr, form: Form):
+    """The bits of the scales of features from `unit` on of rows `n`, and their zero points."""
+    block = block_of(n, unit, K, form)
+    scales = tl.load(scales_ptr + block, mask=unit < K, other=0)
+    zeros = scales
+    if form.ZEROS:
+        zeros = tl.load(zeros_ptr + block, mask=unit < K, other=8)
+    return scales, zeros
+
+
+@triton.jit
 def rows_times_codes(
     x_ptr, codes_ptr, scales_ptr, zeros_ptr, row, n, K: tl.constexpr, form: Form, UNIT: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -95,8 +106,16 @@ def rows_times_codes(
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     else:
         acc = tl.zeros([SPLIT_K, BLOCK_M, BLOCK_N], tl.float32)
-    for start in tl.range(0, K, BLOCK_K * SPLIT_K, num_stages=STAGES):
-        first = (start + tl.arange(0, SPLIT_K) * BLOCK_K)[:, None, None]  # [SPLIT_K, 1, 1]
+    step: tl.constexpr = BLOCK_K * SPLIT_K
+    parts = (tl.arange(0, SPLIT_K) * BLOCK_K)[:, None, None]  # [SPLIT_K, 1, 1]
+    unit_at = parts + (tl.arange(0, units) * unit)[None, None, :]  # [SPLIT_K, 1, units]
+    # Scales are loaded a step before they are used: their few bytes are not copied in stages.
+    if form.COLUMNS or form.ZEROS:
+        bits, zeros = _scales_of(
+            scales_ptr, zeros_ptr, n[None, :, None], unit_at, K, form
+        )  # [SPLIT_K, BLOCK_N, units]
+    for start in tl.range(0, K, step, num_stages=STAGES):
+        first = start + parts  # [SPLIT_K, 1, 1]
         k = first + tl.arange(0, BLOCK_K)[None, None, :]  # [SPLIT_K, 1, BLOCK_K]
         word = first // each + tl.arange(0, BLOCK_K // each)[None, None, :]  # [SPLIT_K, 1, BLOCK_K / 8 or 4]
         x_at = x_ptr + row.to(tl.int64)[None, :, None] * K + k  # [SPLIT_K, BLOCK_M, BLOCK_K]
@@ -110,15 +129,14 @@ def rows_times_codes(
             words = tl.load(at, mask=word < K // each, other=0)
             x = tl.load(x_at, mask=k < K, other=0.0)
         w = tl.reshape(numbers_in(words, nothing, form.ELEMENT), (SPLIT_K, BLOCK_N, units, unit))
-        at_unit = first + (tl.arange(0, units) * unit)[None, None, :]  # [SPLIT_K, 1, units]
-        block = block_of(n[None, :, None], at_unit, K, form)  # [SPLIT_K, BLOCK_N, units]
         if form.ZEROS:
-            zeros = tl.load(zeros_ptr + block, mask=at_unit < K, other=8).to(tl.float32) - 8.0
-            w -= zeros[:, :, :, None]
+            w -= (zeros.to(tl.float32) - 8.0)[:, :, :, None]
         if form.COLUMNS:
-            scales = scale_of(tl.load(scales_ptr + block, mask=at_unit < K, other=0), form.SCALE)
+            scales = scale_of(bits, form.SCALE)
             if not alike:
                 w *= (scales * factor_of(form.ELEMENT))[:, :, :, None]
+        if form.COLUMNS or form.ZEROS:
+            bits, zeros = _scales_of(scales_ptr, zeros_ptr, n[None, :, None], unit_at + start + step, K, form)
         if SPLIT_K == 1:
             x = tl.reshape(x, (BLOCK_M, BLOCK_K))
             w = tl.trans(operand(tl.reshape(w, (BLOCK_N, BLOCK_K)), OPERAND))  # [BLOCK_K, BLOCK_N]
