@@ -72,7 +72,7 @@ def _coded_tiles(problem: Problem, device: DeviceFacts) -> list[RowsTile]:
 
 _CODED_ONE = numbers_of("4096 4 4096 4 1 1, 14336 8 2048 2 1 1, 8192 8 4096 4 1 1, 65536 16 2048 4 1 1")
 _CODED_EIGHT = numbers_of("4096 4 1024 1 1 1, 14336 8 1024 1 1 1, 28672 8 2048 2 1 1, 1024 2 1024 1 1 1")
-_CODED_FEW = numbers_of("4096 16 128 4 3 4, 14336 64 128 4 3 1, 8192 32 128 4 3 4")
+_CODED_FEW = numbers_of("4096 16 128 4 3 4, 14336 64 128 4 3 1, 8192 32 128 4 3 4, 65536 32 128 8 2 8")
 _CODED_MANY = numbers_of("4096 32 128 4 3 1, 14336 64 128 4 3 1, 65536 128 128 8 3 1")
 """Columns, then rows of the weights, features (in up to 8 rows so many of 4 bits), warps, stages and parts of the features, for 1, 8, 16 and more
 rows. In order of times on an H200, but for 2 to 8 rows, which are reasoned."""
