@@ -112,7 +112,7 @@ FAULTS = (
     Fault("experts-up-bias", "matmul/triton/forward_kernel.py", "grouped_kernel", "bias_ptr, at + N, start, W - N", "bias_ptr, at, start, W - N", "matmul/test_grouped.py"),
     Fault("experts-weights-of-neighbours", "matmul/xla_loops.py", "groups", "mine = ((place >= start) & (place < end))[:, None]", "mine = ((place >= start) & (place <= end))[:, None]", "matmul/test_grouped.py matmul/test_sharding.py"),
     Fault("scales-of-the-first-group", "matmul/triton/quantised_products.py", "product_of_codes", "scales_ptr += index * blocks", "scales_ptr += index * 0", "matmul/test_quantised.py"),
-    Fault("codes-scaled-by-neighbours", "matmul/triton/coded.py", "row_times_codes", "unit = start + tl.arange(0, units) * UNIT", "unit = start + tl.arange(0, units)", "matmul/test_quantised.py"),
+    Fault("codes-scaled-by-neighbours", "matmul/triton/coded.py", "few_times_codes", "unit = start + tl.arange(0, units) * UNIT", "unit = start + tl.arange(0, units)", "matmul/test_quantised.py"),
     Fault("codes-of-the-gate-twice", "matmul/xla.py", "apply", "right_of(arrays, spec, up=True)", "right_of(arrays, spec)", "matmul/test_quantised.py"),
     Fault("z-loss-gradient", "losses/xla.py", "_chunk", "(1 + 2 * spec.z_loss * lse)", "(1 + spec.z_loss * lse)", "losses"),
     Fault("token-weights-of-a-mean", "losses/xla.py", "backward", "slope = losses - mean[:, None, None]", "slope = losses", "losses"),

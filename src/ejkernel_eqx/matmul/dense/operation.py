@@ -19,7 +19,7 @@ from ...dispatch import PlatformLike
 from ...quantised import QuantFormat, QuantizedWeight
 from ..arguments import check_epilogue
 from .core import KINDS
-from .spec import BIASES, CODED, FEW_CODED_ROWS, FEW_ROWS, MatmulArrays, MatmulSpec, RESULTS, RIGHTS
+from .spec import BIASES, CODED, FEW_ROWS, MatmulArrays, MatmulSpec, RESULTS, RIGHTS
 
 
 class Matmul(Kernel):
@@ -39,7 +39,7 @@ class Matmul(Kernel):
     GPUs, and more rows XLA's. Weights are `[out, in]`, as in `equinox.nn.Linear`.
 
     Weights may be quantised, all in one format ([`ejkernel_eqx.QuantizedWeight`][]). Then Triton's kernel reads their codes and makes numbers of them
-    in registers, by default for up to 256 rows. Codes, scales and zero points are constants. XLA, and for tensor cores Triton, rounds the
+    in registers, by default for up to 64 rows. Codes, scales and zero points are constants. XLA, and for tensor cores Triton, rounds the
     numbers to the dtype of `x`.
 
     Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). Differentiable in reverse mode in all float arrays;
@@ -140,15 +140,14 @@ class Matmul(Kernel):
         shapes = [(*lead, right.shape[0]) for right in arrays.rights[: spec.count]]
         if 0 in lead:  # no rows: nothing to launch
             return tuple(jnp.zeros(shape, arrays.x.dtype) for shape in shapes)
-        most = FEW_ROWS if spec.format is None else FEW_CODED_ROWS
-        results = KINDS[spec.count].call(self._plan_for(lead, most), self.operation, arrays, spec)
+        results = KINDS[spec.count].call(self._plan_for(lead), self.operation, arrays, spec)
         return tuple(results[name].reshape(shape) for name, shape in zip(RESULTS, shapes))
 
-    def _plan_for(self, lead: tuple[Any, ...], most: int = FEW_ROWS) -> Plan:
+    def _plan_for(self, lead: tuple[Any, ...]) -> Plan:
         """The plan of a call with rows of these axes: many are for XLA, unless a platform or a configuration was asked for."""
         rows, snapshot = math.prod(lead), self.plan.snapshot
         asked = snapshot.requested is not None or snapshot.override is not None
-        if asked or (not is_symbolic(rows) and rows <= most):
+        if asked or (not is_symbolic(rows) and rows <= FEW_ROWS):
             return self.plan
         return dataclasses.replace(make_plan(self.operation, platform="xla"), path=self.plan.path)
 

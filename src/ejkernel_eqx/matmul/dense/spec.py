@@ -14,9 +14,7 @@ from ...dispatch import Problem
 from ...quantised import QuantFormat, QuantizedWeight
 
 FEW_ROWS = 64
-"""The largest number of rows for which the time of a call is that of reading the weights."""
-FEW_CODED_ROWS = 256
-"""The largest number of rows for which a kernel multiplies by quantised weights; for more, XLA makes floats of them first."""
+"""The largest number of rows for which a kernel is faster than XLA, which makes floats of quantised weights first."""
 RIGHTS: tuple[str, ...] = ("right", "right_1", "right_2")
 BIASES: tuple[str, ...] = ("bias", "bias_1", "bias_2")
 RESULTS = ("out", "out_1", "out_2")

@@ -45,22 +45,28 @@ def _mantissas(words, nothing, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def row_times_codes(
-    x_ptr, norm_ptr, codes_ptr, scales_ptr, zeros_ptr, n, K: tl.constexpr, form: Form, UNIT: tl.constexpr,
-    NORM: tl.constexpr, NORM_WEIGHT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    FAST: tl.constexpr = False,
+def few_times_codes(
+    x_ptr, norm_ptr, codes_ptr, scales_ptr, zeros_ptr, row, n, K: tl.constexpr, form: Form, UNIT: tl.constexpr,
+    NORM: tl.constexpr, NORM_WEIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, FAST: tl.constexpr = False,
 ):  # fmt: skip
-    """One row times rows `n` `[BLOCK_N]` of quantised weights: `[BLOCK_N]`; and with `NORM`, of which only the weight is applied, the sum of its
-    squares. Without tensor cores. A thread sums units of `UNIT` features, whose scale multiplies the sum. `FAST`: whether NVIDIA's instructions
-    are used."""
+    """Rows `row` `[BLOCK_M]`, which follow each other, times rows `n` `[BLOCK_N]` of quantised weights: `[BLOCK_M, BLOCK_N]`; and with `NORM`, of
+    which only the weight is applied, the sum of the squares of a single row. Without tensor cores: a number, once made, multiplies all rows. A thread
+    sums units of `UNIT` features, whose scale multiplies the sum. `FAST`: whether NVIDIA's instructions are used."""
     four: tl.constexpr = form.ELEMENT == UINT4 or form.ELEMENT == E2M1
     each: tl.constexpr = 8 if four else 4
     units: tl.constexpr = BLOCK_K // UNIT
     whole: tl.constexpr = K % BLOCK_K == 0
-    mantissas: tl.constexpr = form.ELEMENT == UINT4 or (form.ELEMENT == E2M1 and FAST)
+    # With several rows, sums of each for zero points would take more registers than there are.
+    mantissas: tl.constexpr = BLOCK_M == 1 and (form.ELEMENT == UINT4 or (form.ELEMENT == E2M1 and FAST))
+    ones: tl.constexpr = 64.0 if form.ELEMENT == E2M1 else 16.0
     nothing = tl.program_id(1).to(tl.uint32)
     words_ptr = codes_ptr.to(tl.pointer_type(tl.uint32))
-    acc = tl.zeros([BLOCK_N, units], tl.float32)
+    first, last = tl.min(row, 0), tl.max(row, 0)
+    # A sum for each row, as one tensor of all would be laid out over threads in another way.
+    sums = ()
+    for _ in tl.static_range(BLOCK_M):
+        sums = sums + (tl.zeros([BLOCK_N, units], tl.float32),)
     squares = tl.zeros([BLOCK_K], tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         k = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
@@ -69,38 +75,63 @@ def row_times_codes(
         at = words_ptr + n.to(tl.int64)[:, None] * (K // each) + word[None, :]  # [BLOCK_N, BLOCK_K / 8 or 4]
         if whole:
             words = tl.load(at)  # [BLOCK_N, BLOCK_K / 8 or 4]
-            x = tl.load(x_ptr + k).to(tl.float32)  # [BLOCK_K]
         else:
             words = tl.load(at, mask=(word < K // each)[None, :], other=0)
-            x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
-        if NORM:
-            squares += x * x
-            if NORM_WEIGHT:
-                x *= tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)
         w = (
             _mantissas(words, nothing, form.ELEMENT)
             if mantissas
             else numbers_in(words, nothing, form.ELEMENT)
         )
         w = tl.reshape(w, (BLOCK_N, BLOCK_K))
-        part = tl.sum(tl.reshape(w * x[None, :], (BLOCK_N, units, UNIT)), 2)  # [BLOCK_N, units]
         block = block_of(n[:, None], unit[None, :], K, form)  # [BLOCK_N, units]
         there = (unit < K)[None, :]
-        if mantissas:
-            zeros = 72.0 if form.ELEMENT == E2M1 else 24.0
-            if form.ZEROS:
-                zeros = tl.load(zeros_ptr + block, mask=there, other=8).to(tl.float32) + 16.0
-            ones: tl.constexpr = 64.0 if form.ELEMENT == E2M1 else 16.0
-            part = ones * part - zeros * tl.sum(tl.reshape(x, (units, UNIT)), 1)[None, :]
+        zeros = 72.0 if form.ELEMENT == E2M1 else 24.0  # of mantissas
+        if form.ZEROS:
+            zeros = tl.load(zeros_ptr + block, mask=there, other=8).to(tl.float32)
+            if BLOCK_M == 1:
+                zeros += 16.0
+            else:
+                zeros -= 8.0
+                w = tl.reshape(tl.reshape(w, (BLOCK_N, units, UNIT)) - zeros[:, :, None], (BLOCK_N, BLOCK_K))
         if form.COLUMNS:
-            part *= scale_of(tl.load(scales_ptr + block, mask=there, other=0), form.SCALE)
-        acc += part
-    total = tl.sum(acc, 1)
+            scales = scale_of(tl.load(scales_ptr + block, mask=there, other=0), form.SCALE)
+        added = ()
+        for m in tl.static_range(BLOCK_M):
+            x_at = x_ptr + tl.minimum(first + m, last).to(tl.int64) * K + k  # [BLOCK_K]
+            if whole:
+                x = tl.load(x_at).to(tl.float32)
+            else:
+                x = tl.load(x_at, mask=k < K, other=0.0).to(tl.float32)
+            if NORM:
+                squares += x * x
+                if NORM_WEIGHT:
+                    x *= tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+            part = tl.sum(tl.reshape(w * x[None, :], (BLOCK_N, units, UNIT)), 2)  # [BLOCK_N, units]
+            if mantissas:
+                part = ones * part - zeros * tl.sum(tl.reshape(x, (units, UNIT)), 1)[None, :]
+            if form.COLUMNS:
+                part *= scales
+            added = added + (sums[m] + part,)
+        sums = added
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for m in tl.static_range(BLOCK_M):
+        total = tl.where((tl.arange(0, BLOCK_M) == m)[:, None], tl.sum(sums[m], 1)[None, :], total)
     if not mantissas:
         total *= factor_of(form.ELEMENT)
     if not form.COLUMNS:
-        total *= scale_of(tl.load(scales_ptr + block_of(n, 0, K, form)), form.SCALE)
-    return total, tl.sum(squares, 0)
+        total *= scale_of(tl.load(scales_ptr + block_of(n, 0, K, form)), form.SCALE)[None, :]
+    return total, tl.zeros([BLOCK_M], tl.float32) + tl.sum(squares, 0)
+
+
+@triton.jit
+def _scales_of(scales_ptr, zeros_ptr, n, unit, K: tl.constexpr, form: Form):
+    """The bits of the scales of features from `unit` on of rows `n`, and their zero points."""
+    block = block_of(n, unit, K, form)
+    scales = tl.load(scales_ptr + block, mask=unit < K, other=0)
+    zeros = scales
+    if form.ZEROS:
+        zeros = tl.load(zeros_ptr + block, mask=unit < K, other=8)
+    return scales, zeros
 
 
 @triton.jit
@@ -124,8 +155,16 @@ def rows_times_codes(
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     else:
         acc = tl.zeros([SPLIT_K, BLOCK_M, BLOCK_N], tl.float32)
-    for start in tl.range(0, K, BLOCK_K * SPLIT_K, num_stages=STAGES):
-        first = (start + tl.arange(0, SPLIT_K) * BLOCK_K)[:, None, None]  # [SPLIT_K, 1, 1]
+    step: tl.constexpr = BLOCK_K * SPLIT_K
+    parts = (tl.arange(0, SPLIT_K) * BLOCK_K)[:, None, None]  # [SPLIT_K, 1, 1]
+    unit_at = parts + (tl.arange(0, units) * unit)[None, None, :]  # [SPLIT_K, 1, units]
+    # Scales are loaded a step before they are used: their few bytes are not copied in stages.
+    if form.COLUMNS or form.ZEROS:
+        bits, zeros = _scales_of(
+            scales_ptr, zeros_ptr, n[None, :, None], unit_at, K, form
+        )  # [SPLIT_K, BLOCK_N, units]
+    for start in tl.range(0, K, step, num_stages=STAGES):
+        first = start + parts  # [SPLIT_K, 1, 1]
         k = first + tl.arange(0, BLOCK_K)[None, None, :]  # [SPLIT_K, 1, BLOCK_K]
         word = first // each + tl.arange(0, BLOCK_K // each)[None, None, :]  # [SPLIT_K, 1, BLOCK_K / 8 or 4]
         x_at = x_ptr + row.to(tl.int64)[None, :, None] * K + k  # [SPLIT_K, BLOCK_M, BLOCK_K]
@@ -139,15 +178,14 @@ def rows_times_codes(
             words = tl.load(at, mask=word < K // each, other=0)
             x = tl.load(x_at, mask=k < K, other=0.0)
         w = tl.reshape(numbers_in(words, nothing, form.ELEMENT), (SPLIT_K, BLOCK_N, units, unit))
-        at_unit = first + (tl.arange(0, units) * unit)[None, None, :]  # [SPLIT_K, 1, units]
-        block = block_of(n[None, :, None], at_unit, K, form)  # [SPLIT_K, BLOCK_N, units]
         if form.ZEROS:
-            zeros = tl.load(zeros_ptr + block, mask=at_unit < K, other=8).to(tl.float32) - 8.0
-            w -= zeros[:, :, :, None]
+            w -= (zeros.to(tl.float32) - 8.0)[:, :, :, None]
         if form.COLUMNS:
-            scales = scale_of(tl.load(scales_ptr + block, mask=at_unit < K, other=0), form.SCALE)
+            scales = scale_of(bits, form.SCALE)
             if not alike:
                 w *= (scales * factor_of(form.ELEMENT))[:, :, :, None]
+        if form.COLUMNS or form.ZEROS:
+            bits, zeros = _scales_of(scales_ptr, zeros_ptr, n[None, :, None], unit_at + start + step, K, form)
         if SPLIT_K == 1:
             x = tl.reshape(x, (BLOCK_M, BLOCK_K))
             w = tl.trans(operand(tl.reshape(w, (BLOCK_N, BLOCK_K)), OPERAND))  # [BLOCK_K, BLOCK_N]

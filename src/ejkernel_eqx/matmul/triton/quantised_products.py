@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from .coded import row_times_codes, rows_times_codes
+from .coded import few_times_codes, rows_times_codes
 from .codes import dequantised, Form, UINT4
 from .tile import operand
 
@@ -46,10 +46,9 @@ def product_of_codes(
     lhs = lhs_ptr + row.to(tl.int64)[:, None] * K  # [BLOCK_M, 1]
     if BLOCK_M == 1:
         unit: tl.constexpr = 16 if form.ELEMENT < UINT4 or form.COLUMNS == 16 else 32
-        lhs = lhs_ptr + tl.sum(row, 0).to(tl.int64) * K
-        z, _ = row_times_codes(
-            lhs, lhs, codes_ptr, scales_ptr, zeros_ptr, n, K, form, unit, False, False, BLOCK_N, BLOCK_K, None, FAST)  # fmt: skip
-        z = z[None, :]
+        z, _ = few_times_codes(
+            lhs_ptr, lhs_ptr, codes_ptr, scales_ptr, zeros_ptr, row, n, K, form, unit, False, False, 1, BLOCK_N, BLOCK_K, None,
+            FAST)  # fmt: skip
     elif TRANSPOSED:
         z = rows_times_codes(
             lhs_ptr, codes_ptr, scales_ptr, zeros_ptr, row, n, K, form, form.COLUMNS, OPERAND, PRECISION, BLOCK_M, BLOCK_N,

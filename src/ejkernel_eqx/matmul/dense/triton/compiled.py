@@ -79,8 +79,6 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
     if problem.flag("weights") is None:
         if tile.split_k > 1:
             return "split_k is for quantised weights"
-    elif 1 < tile.block_m < 16:
-        return "multiplies by quantised weights in tiles of 1, 16 or more rows"
     elif tile.block_m > 1 and problem.flag("norm") and not config.norm_apart:
         return "norm_apart=False is for single rows where weights are quantised"
     sizes = f"{tile.block_m}x{tile.block_n}x{tile.block_k}"

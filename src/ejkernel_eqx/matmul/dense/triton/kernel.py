@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ...triton.coded import row_times_codes, rows_times_codes
+from ...triton.coded import few_times_codes, rows_times_codes
 from ...triton.codes import Form
 from ...triton.forward_kernel import activated
 from ...triton.tile import operand
@@ -54,16 +54,13 @@ def times(x, w, acc, FEW: tl.constexpr, PRECISION: tl.constexpr):
 def times_codes(
     x_ptr, norm_ptr, codes_ptr, scales_ptr, zeros_ptr, row, n, K: tl.constexpr, form: Form, UNIT: tl.constexpr,
     NORM: tl.constexpr, NORM_WEIGHT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Rows times rows `n` of quantised weights `[BLOCK_M, BLOCK_N]`, and of one row the sum of its squares `[BLOCK_M]`."""
-    if BLOCK_M == 1:
-        first = x_ptr + tl.max(row, 0).to(tl.int64) * K
-        acc, total = row_times_codes(
-            first, norm_ptr, codes_ptr, scales_ptr, zeros_ptr, n, K, form, UNIT, NORM, NORM_WEIGHT, BLOCK_N, BLOCK_K, STAGES
+    if BLOCK_M < 16:
+        acc, total = few_times_codes(  # pyright: ignore[reportGeneralTypeIssues]
+            x_ptr, norm_ptr, codes_ptr, scales_ptr, zeros_ptr, row, n, K, form, UNIT, NORM, NORM_WEIGHT, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FAST
         )  # fmt: skip
-        acc = acc[None, :]
-        total = total + tl.zeros([BLOCK_M], tl.float32)
     else:
         acc = rows_times_codes(
             x_ptr, codes_ptr, scales_ptr, zeros_ptr, row, n, K, form, UNIT, OPERAND, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, SPLIT_K, STAGES
@@ -110,7 +107,7 @@ def rows_kernel(
         mine = tl.minimum(n, N - 1)  # [BLOCK_N]
         acc, total = times_codes(
             x_ptr, norm_ptr, right, scales, zeros, row, mine, K, form, UNIT, NORM, NORM_WEIGHT, OPERAND, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
-            SPLIT_K, STAGES,
+            SPLIT_K, STAGES, FAST,
         )  # fmt: skip
         if FACTOR:
             acc *= tl.load(one_of(which, factor_ptr, factor_1_ptr, factor_2_ptr, N1, N2)).to(
@@ -119,7 +116,7 @@ def rows_kernel(
         if GATED:
             up, _ = times_codes(
                 x_ptr, norm_ptr, right_1_ptr, scales_1_ptr, zeros_1_ptr, row, mine, K, form, UNIT, NORM, NORM_WEIGHT, OPERAND, PRECISION, BLOCK_M,
-                BLOCK_N, BLOCK_K, SPLIT_K, STAGES,
+                BLOCK_N, BLOCK_K, SPLIT_K, STAGES, FAST,
             )  # fmt: skip
             if FACTOR:
                 up *= tl.load(factor_1_ptr).to(tl.float32, bitcast=True)

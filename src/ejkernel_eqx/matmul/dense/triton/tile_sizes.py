@@ -51,26 +51,31 @@ def _coded_tiles(problem: Problem, device: DeviceFacts) -> list[RowsTile]:
     """Tiles for quantised weights, the heuristic's first."""
     rows, columns = problem.dim("B") * problem.dim("M"), sum(columns_of(problem))
     form, features = form_of(str(problem.flag("weights"))), problem.dim("K")
-    shapes = _CODED_ONE if rows == 1 else _CODED_FEW if rows <= 16 else _CODED_MANY
-    shapes = _CODED_MORE if rows > FEW_ROWS else shapes
+    few = rows <= 8
+    shapes = _CODED_ONE if rows == 1 else _CODED_EIGHT if few else _CODED_FEW if rows <= 16 else _CODED_MANY
+    if rows == 1 and form.element == "uint4":
+        columns *= 3  # their numbers are made in fewer instructions
     by_size = sorted(shapes, key=lambda shape: abs(columns - shape[0]))
-    block_m = 1 if rows == 1 else min(padded(rows, 16), 128)
+    block_m = min(padded(rows, 1 if few else 16), FEW_ROWS)
     made = []
     for _, n, k, warps, stages, split in by_size:
-        k = min(k * 4 // form.bits if rows == 1 else k, padded(features, 64))
+        k = min(k * 4 // form.bits if few else k, padded(features, 64))
         while k > 1024 and features % k:
             k //= 2
-        made.append(RowsTile(block_m, n, k, warps, stages, split))
+        # Without tensor cores the numbers of a tile are in registers.
+        made.append(RowsTile(block_m, min(n, 32 // block_m) if few else n, k, warps, stages, split))
+    if 4 < rows <= 8:
+        made.append(RowsTile(16, 64, min(128, padded(features, 64)), 4, 3))
     fits = [tile for tile in made if shared_memory(tile, problem) <= shared_memory_of(device)]
     return list(dict.fromkeys(fits)) or [RowsTile(16, 16, 64, 4, 1)]
 
 
-_CODED_ONE = numbers_of("4096 8 4096 4 1 1, 1024 4 4096 4 1 1, 28672 16 1024 2 1 1, 14336 16 2048 4 1 1")
-_CODED_FEW = numbers_of("4096 32 128 4 3 4, 1024 16 128 4 3 4, 28672 64 128 4 3 1, 14336 32 128 4 2 4")
-_CODED_MANY = numbers_of("4096 32 128 4 3 1, 1024 16 128 4 3 1, 28672 128 128 8 3 1, 14336 64 128 4 3 1")
-_CODED_MORE = numbers_of("4096 64 128 8 3 1, 28672 128 64 8 4 1")
-"""Columns, then rows of the weights, features (in one row so many of 4 bits), warps, stages and parts of the features, for 1, 16, 64 and more rows.
-Reasoned, not measured: with one row a thread loads 16 bytes of each of several rows, with more each warp has numbers of its own."""
+_CODED_ONE = numbers_of("4096 4 4096 4 1 1, 14336 8 2048 2 1 1, 8192 8 4096 4 1 1, 65536 16 2048 4 1 1")
+_CODED_EIGHT = numbers_of("4096 4 1024 1 1 1, 14336 8 1024 1 1 1, 28672 8 2048 2 1 1, 1024 2 1024 1 1 1")
+_CODED_FEW = numbers_of("4096 16 128 4 3 4, 14336 64 128 4 3 1, 8192 32 128 4 3 4, 65536 32 128 8 2 8")
+_CODED_MANY = numbers_of("4096 32 128 4 3 1, 14336 64 128 4 3 1, 65536 128 128 8 3 1")
+"""Columns, then rows of the weights, features (in up to 8 rows so many of 4 bits), warps, stages and parts of the features, for 1, 8, 16 and more
+rows. In order of times on an H200, but for 2 to 8 rows, which are reasoned."""
 
 
 def unit_of(form: QuantFormat, features: int, block_k: int) -> int:
