@@ -57,9 +57,9 @@ _RIGHT: tuple[Sizes, ...] = (
 
 
 _ONE_ROW: tuple[Sizes, ...] = (
-    (1, 8, 2048, 2, 1), (1, 8, 4096, 4, 1), (1, 4, 4096, 4, 1), (1, 8, 1024, 1, 1), (1, 16, 2048, 2, 1),
+    (1, 16, 1024, 2, 1), (1, 32, 1024, 4, 1), (1, 8, 1024, 1, 1), (1, 8, 2048, 2, 1),
 )  # fmt: skip
-"""For few groups of more than one row: columns, and twice as much of the contracted axis as with 8 bits."""
+"""For few groups of more than one row: columns, and twice as much of the contracted axis as with 8 bits. In order of times on an H200."""
 
 
 def tiles(problem: Problem, device: DeviceFacts) -> dict[str, list[GroupedTile]]:

@@ -51,10 +51,11 @@ def _coded_tiles(problem: Problem, device: DeviceFacts) -> list[RowsTile]:
     """Tiles for quantised weights, the heuristic's first."""
     rows, columns = problem.dim("B") * problem.dim("M"), sum(columns_of(problem))
     form, features = form_of(str(problem.flag("weights"))), problem.dim("K")
-    few = rows <= 8
-    shapes = _CODED_ONE if rows == 1 else _CODED_EIGHT if few else _CODED_FEW if rows <= 16 else _CODED_MANY
-    if rows == 1 and form.element == "uint4":
-        columns *= 3  # their numbers are made in fewer instructions
+    # More rows take tensor cores, for any number up to 16 in the same time.
+    few = rows <= (4 if form.bits == 4 else 2)
+    shapes = _CODED_ONE if few else _CODED_FEW if rows <= 16 else _CODED_MANY
+    if few and (form.bits == 4 or rows > 1):  # more work for each byte
+        columns = _CODED_ONE[1 if rows <= 2 else 2][0]
     by_size = sorted(shapes, key=lambda shape: abs(columns - shape[0]))
     block_m = min(padded(rows, 1 if few else 16), FEW_ROWS)
     made = []
@@ -64,18 +65,15 @@ def _coded_tiles(problem: Problem, device: DeviceFacts) -> list[RowsTile]:
             k //= 2
         # Without tensor cores the numbers of a tile are in registers.
         made.append(RowsTile(block_m, min(n, 32 // block_m) if few else n, k, warps, stages, split))
-    if 4 < rows <= 8:
-        made.append(RowsTile(16, 64, min(128, padded(features, 64)), 4, 3))
     fits = [tile for tile in made if shared_memory(tile, problem) <= shared_memory_of(device)]
     return list(dict.fromkeys(fits)) or [RowsTile(16, 16, 64, 4, 1)]
 
 
-_CODED_ONE = numbers_of("4096 4 4096 4 1 1, 14336 8 2048 2 1 1, 8192 8 4096 4 1 1, 65536 16 2048 4 1 1")
-_CODED_EIGHT = numbers_of("4096 4 1024 1 1 1, 14336 8 1024 1 1 1, 28672 8 2048 2 1 1, 1024 2 1024 1 1 1")
-_CODED_FEW = numbers_of("4096 16 128 4 3 4, 14336 64 128 4 3 1, 8192 32 128 4 3 4, 65536 32 128 8 2 8")
+_CODED_ONE = numbers_of("4096 4 4096 4 1 1, 14336 8 2048 2 1 1, 65536 4 1024 1 1 1")
+_CODED_FEW = numbers_of("4096 32 128 4 3 4, 14336 64 128 4 3 1, 1024 16 128 4 3 4")
 _CODED_MANY = numbers_of("4096 32 128 4 3 1, 14336 64 128 4 3 1, 65536 128 128 8 3 1")
-"""Columns, then rows of the weights, features (in up to 8 rows so many of 4 bits), warps, stages and parts of the features, for 1, 8, 16 and more
-rows. In order of times on an H200, but for 2 to 8 rows, which are reasoned."""
+"""Columns, then rows of the weights, features (of 4 bits, where rows are few), warps, stages and parts of the features, for up to 4, 16 and 64
+rows. In order of times on an H200."""
 
 
 def unit_of(form: QuantFormat, features: int, block_k: int) -> int:
