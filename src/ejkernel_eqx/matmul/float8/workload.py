@@ -82,7 +82,7 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
 
     Raises `ValueError` for an unknown name or a missing size.
     """
-    size = read_sizes(dims, {"B": 1, "M": None, "K": None, "N": None, "E": 0})
+    size = read_sizes(dims, {"B": 1, "M": None, "K": None, "N": None} | ({"E": None} if "E" in dims else {}))
     options = read_flags(flags, {"block": BLOCKS, "x_scale": SWITCH})
     dtypes = {"x": dtype, "out": dtype}
     problem = Problem.make(operation, dims=size, dtypes=dtypes, flags=options, lengths=set())
