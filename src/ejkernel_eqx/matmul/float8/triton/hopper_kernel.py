@@ -87,12 +87,13 @@ def _consumer(ring, staging, out, scales, groups, W: gl.constexpr, form: gl.cons
     BLOCKS: gl.constexpr = form.N // form.R
     STEPS: gl.constexpr = (form.K + form.GROUP - 1) // form.GROUP
     sizes_ptr, B, M, E = groups.sizes_ptr, groups.B, groups.M, groups.E
-    group, first, start, size = -1, 0, 0, 0
     s, phase = 0, 0
     t = gl.program_id(0)
     while t < groups.total:
         if form.RAGGED:
-            group, first, start, size = group_of(sizes_ptr, t, group, first, start, size, B, M, E, form.BM, TILES)
+            # From the first group on again: a place that the loop carried would be spilled.
+            none = t * 0
+            group, first, start, size = group_of(sizes_ptr, t, none - 1, none, none, none, B, M, E, form.BM, TILES)
             row, column = place(t - first, size, form.BM, TILES, form.SWIZZLE)
             row = row * form.BM + W * ROWS
             e = group % (E + 1)
