@@ -29,8 +29,8 @@ class ScaledMatmul(Kernel):
     and group has a scale of its own, or all of them share one that is given. Tensor cores sum over a group (Hopper's keep
     about 14 bits); sums are scaled and added up in float32.
 
-    With `group_sizes`, rows of consecutive groups are each multiplied by the weight of their group, as in [`ejkernel_eqx.GroupedMatmul`][]; rows past the
-    last group are 0.
+    With `group_sizes`, rows of consecutive groups are each multiplied by the weight of their group, as in [`ejkernel_eqx.GroupedMatmul`][];
+    rows past the last group are 0.
 
     It is for many rows, as in prefill; of few, the time is that of reading the weight. XLA multiplies the numbers that the codes stand for,
     rounded to the dtype of the rows.
@@ -76,8 +76,8 @@ class ScaledMatmul(Kernel):
         """**Arguments:**
 
         - `x`: `[..., K]` with any number of leading axes, the rows; bf16, f16, f32 (f64 on XLA).
-        - `weight`: `[N, K]` in float8_e4m3fn, with a scale per block of any rows by a multiple of 128 columns, per channel or for all; `[E, N, K]` with
-            `group_sizes`.
+        - `weight`: `[N, K]` in float8_e4m3fn, with a scale per block of any rows by a multiple of 128 columns, per channel or for all;
+            with `group_sizes` `[E, N, K]`.
         - `group_sizes`: integers `[..., E]`, the rows of `x [..., M, K]` of each group, one group after the other; their sum is at most M.
         - `x_scale`: a number above 0, the scale of all rows, such as a published `input_scale` or `jnp.abs(x).max() / 448`; larger numbers than
             448 times as much are clipped. Default: a scale for each row and 128 features.
@@ -126,8 +126,9 @@ def _check_weight(weight: Any, features: int, is_grouped: bool) -> None:
             f"weight: expected an ejx.QuantizedWeight in float8_e4m3fn with a scale per block of a multiple of {GROUP} columns, or per channel, "
             f"received {received}; quantise it by ejx.quantise(weight, 'fp8-block'), or multiply by weight.astype(x.dtype)."
         )
-    if weight.ndim != 2 + is_grouped or weight.transposed or weight.shape[-1] != features or 0 in weight.shape:
+    is_right = weight.ndim == 2 + is_grouped and weight.shape[-1] == features
+    if not is_right or weight.transposed or 0 in weight.shape:
         raise ValueError(
-            f"weight: expected [{'E, ' * is_grouped}N, {features}], the features of x, not transposed, received {weight!r}; weights are [out, in], as in "
-            "equinox.nn.Linear."
+            f"weight: expected [{'E, ' * is_grouped}N, {features}], the features of x, not transposed, received {weight!r}; weights are "
+            "[out, in], as in equinox.nn.Linear."
         )
