@@ -1164,6 +1164,7 @@ def scaled_dot_product_attention(
 def scaled_matmul(
     x: Float[AnyArray, '*B K'],
     weight: QuantizedWeight,
+    group_sizes: Int[AnyArray, '*C E'] | None = None,
     *,
     x_scale: Float[AnyArray, ''] | float | None = None,
     preferred_element_type: Any | None = None,

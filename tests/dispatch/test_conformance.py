@@ -49,6 +49,7 @@ PROBLEMS: dict[str, Sequence[tuple[dict[str, int], Mapping[str, object]]]] = {
     "scaled_matmul": [
         ({"M": 8192, "K": 4096, "N": 14336}, {}),
         ({"B": 2, "M": 40, "K": 300, "N": 200}, {"block": "1x128"}),
+        ({"M": 8192, "K": 4096, "N": 14336, "E": 8}, {"block": "1x0"}),
         ({"M": 3, "K": 256, "N": 72}, {"block": "0x0", "x_scale": True}),
     ],
     "rotary_heads": [

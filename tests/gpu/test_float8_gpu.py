@@ -10,7 +10,16 @@ import pytest
 import ejkernel_eqx as ejx
 from tests.attention.dense import quick
 from tests.gpu.host import candidates, example_problem
-from tests.matmul.float8.cases import CASES, exact, quantised_weight, rows, weight_numbers
+from tests.matmul.float8.cases import (
+    as_numbers,
+    by_group,
+    CASES,
+    exact,
+    quantised_weight,
+    rows,
+    stacked,
+    weight_numbers,
+)
 from tests.tolerances import assert_close
 
 if jax.default_backend() != "gpu":
@@ -34,6 +43,20 @@ def test_agrees_with_the_formula(name):
         dx = jax.grad(lambda x: op(x, w, x_scale=x_scale).astype("float32").sum())(x)
         wanted = np.broadcast_to(weight_numbers(w).sum(0), x.shape)
         assert_close(dx, wanted, dtype, "gradient", scale=float(np.abs(weight_numbers(w)).sum(0).max()))
+
+
+@pytest.mark.parametrize("block, x_scale", [((128, 128), None), ((1, 0), None), ((0, 0), 0.01)])
+def test_groups(block, x_scale):
+    """Every candidate; empty groups, groups that tiles do not divide, and rows past the last."""
+    (w, each), sizes = stacked(264, 720, block, 4), np.array([300, 0, 1, 390])
+    x, matrices = rows(700, 720, dtype="bfloat16"), [weight_numbers(one).T for one in each]
+    wanted = by_group(as_numbers(x, x_scale), matrices, sizes)
+    flags = {"block": f"{block[0]}x{block[1]}", "x_scale": x_scale is not None}
+    problem = example_problem("scaled_matmul", dict(M=700, K=720, N=264, E=4), "bfloat16", flags)
+    for config in candidates("scaled_matmul", problem):
+        op = ejx.ScaledMatmul(platform="triton", config=config)
+        call = quick(lambda x, w, s, op=op: op(x, w, s, x_scale=x_scale))
+        assert_close(call(x, w, sizes), wanted, "bfloat16", name=str(config))
 
 
 @pytest.mark.parametrize(

@@ -198,7 +198,7 @@ def test_tiles_cover_every_row_once(seed):
     """The way from tile to tile, by the kernel's own arithmetic: all programs together come to each row and column once, as of its group."""
     kernels = pytest.importorskip("ejkernel_eqx.matmul.triton.hopper.products_kernel", exc_type=ImportError)
     tiles = _as_python(kernels._tiles)
-    group_of, place = _as_python(kernels._group_of, _tiles=tiles), _as_python(kernels.place)
+    group_of, place = _as_python(kernels.group_of, _tiles=tiles), _as_python(kernels.place)
     rng = np.random.default_rng(seed)
     B, E, M = (int(rng.integers(1, most)) for most in (4, 7, 900))
     full, programs, swizzle = int(rng.choice([128, 256])), int(rng.choice([1, 3, 7])), int(rng.choice([4, 8]))

@@ -1,5 +1,7 @@
 """Layers and models that multiply many rows in float8."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -32,6 +34,30 @@ def test_a_layer_multiplies_many_rows_in_float8():
         assert_close(out, wanted - linear.bias[None, None])
     grad = quick(jax.grad(lambda x: project("layer", layer, x, 96).sum()))(x)
     assert_close(grad, quick(jax.grad(lambda x: project("layer", linear, x, 96).sum()))(x), kind="gradient")
+
+
+def test_experts():
+    """Many rows of experts without biases; few rows, and experts with biases, by the numbers of their weights."""
+
+    def layers(use_bias: bool) -> tuple[Any, Any]:
+        options = {"num_experts": 4, "top_k": 2, "activation": "clamped_swiglu", "use_bias": use_bias}
+        made = ejx.quantise(ejx.nn.MixtureOfExperts(128, 256, **options, key=jax.random.key(0)), "fp8-block")
+        return made, ejx.with_float8_rows(made, where=lambda path: "experts" in path)
+
+    plain, fast = layers(False)
+    x, run = normal(1, 200, 128), eqx.filter_jit(lambda layer, x: layer(x))
+    assert 1e-2 < errors(run(fast, x), run(plain, x)).rms < 0.1
+    np.testing.assert_array_equal(run(fast, x[:100]), run(plain, x[:100]))
+    # All rows by the first expert, as in its equation.
+    product, sizes = ejx.ScaledMatmul(), jnp.array([300, 0, 0, 0])
+    first = lambda w: jax.tree.map(lambda part: part[0], w)
+    experts, rows = fast.experts, normal(2, 300, 128)
+    gate, up = (product(rows, first(w)) for w in (experts.gate_proj, experts.up_proj))
+    gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+    wanted = product(gate * jax.nn.sigmoid(1.702 * gate) * (up + 1), first(experts.down_proj))
+    assert_close(experts(rows, sizes), wanted)
+    biased, fast = layers(True)
+    np.testing.assert_array_equal(run(fast, x), run(biased, x))
 
 
 def test_a_model():

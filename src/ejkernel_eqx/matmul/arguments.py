@@ -90,7 +90,7 @@ def resolve(
             f"rhs: expected an even number of columns with gate_up={spec.gated!r}, received shape {weight.shape}; they are those of gate and up."
         )
     rows = None if row_indices is None else _rows(row_indices, lead)
-    sizes = _sizes(group_sizes, (*lead, count), lhs.shape[-2] if rows is None else rows.shape[-1])
+    sizes = sizes_of_groups(group_sizes, (*lead, count), lhs.shape[-2] if rows is None else rows.shape[-1])
     num_rows = math.prod(lead) * (lhs.shape[-2] if rows is None else rows.shape[-1])
     # With many rows the time is that of products, which whole matrices of floats have the fastest kernels for.
     whole = inner == 0 or not (is_symbolic(num_rows) or num_rows < MANY_ROWS * count)
@@ -205,7 +205,7 @@ def _side(name: str, weight: Any, given: RightSide, shape: tuple[int, int]) -> d
     return side
 
 
-def _sizes(given: Any, shape: tuple[int, ...], rows: Any) -> Array:
+def sizes_of_groups(given: Any, shape: tuple[int, ...], rows: Any) -> Array:
     sizes = jnp.asarray(given)
     if sizes.shape != shape or not jnp.issubdtype(sizes.dtype, jnp.integer):
         raise ValueError(

@@ -59,8 +59,7 @@ def make_arrays(problem: Problem, spec: GroupedSpec, seed: int) -> GroupedArrays
 
     def value(name: str, shape: Any) -> Any:
         if name == "sizes":
-            rows = [_group_sizes(problem.dim("M"), shape.shape[-1], rng) for _ in range(shape.shape[0])]
-            return jnp.asarray(np.stack(rows))
+            return random_sizes(shape.shape, problem.dim("M"), rng)
         if name == "rows":
             return jnp.asarray(rng.integers(0, problem.dim("L"), shape.shape, np.int32))
         if name in ("scale", "up_scale", "factor", "up_factor"):
@@ -86,6 +85,11 @@ def _coded(name: str, key: Any, shape: Any, form: Any) -> Any:
         return jax.random.randint(key, shape.shape, first, last).astype(jnp.uint8)
     kept = {"float8_e4m3fn": 0xF7, "float8_e5m2": 0xBB}.get(form.element, 0xFF)
     return jax.random.bits(key, shape.shape, jnp.uint8) & kept
+
+
+def random_sizes(shape: tuple[int, ...], rows: int, rng: np.random.Generator) -> jax.Array:
+    """Sizes of groups `[B, E]` of as many rows."""
+    return jnp.asarray(np.stack([_group_sizes(rows, shape[-1], rng) for _ in range(shape[0])]))
 
 
 def _group_sizes(rows: int, count: int, rng: np.random.Generator) -> np.ndarray:

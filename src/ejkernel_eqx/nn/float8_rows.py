@@ -8,11 +8,15 @@ import equinox as eqx
 import jax
 
 from ..quantised.dequantise import is_quantised
+from .moe.experts import Experts
+
+_WEIGHTS = {eqx.nn.Linear: ("weight",), Experts: ("gate_proj", "up_proj", "down_proj")}
 
 
 def with_float8_rows(model: Any, enabled: bool = True, *, where: Callable[[str], bool] | None = None) -> Any:
-    """Lets linear layers whose weights are in float8 multiply many rows in float8, by [`ejkernel_eqx.ScaledMatmul`][]: prefill and training are
-    then faster, and their results less exact, as rows are quantised, too. Up to 64 rows, as in decoding, are multiplied as before.
+    """Lets linear layers and experts whose weights are in float8 multiply many rows in float8, by [`ejkernel_eqx.ScaledMatmul`][]: prefill and
+    training are then faster, and their results less exact, as rows are quantised, too. Up to 64 rows, as in decoding, are multiplied as before;
+    by experts, up to 64 of each on average. Experts with biases are multiplied as before, too.
 
     ```python
     model = ejx.with_float8_rows(ejx.quantise(model, "fp8-block"))
@@ -24,7 +28,7 @@ def with_float8_rows(model: Any, enabled: bool = True, *, where: Callable[[str],
     - `enabled`: `False` for a model that multiplies in its own dtype again.
     - `where`: `where(path)` says for each such weight whether it does; the path is as in [`ejkernel_eqx.quantise`][]. Default: all.
 
-    **Returns:** the model. The gradient of rows is that of a product without rounding; weights have none. Experts are multiplied as before.
+    **Returns:** the model. The gradient of rows is that of a product without rounding; weights have none.
 
     **Raises:** `ValueError` for a model without such a weight.
     """
@@ -32,27 +36,24 @@ def with_float8_rows(model: Any, enabled: bool = True, *, where: Callable[[str],
 
     def of_node(path: Any, node: Any) -> Any:
         nonlocal changed
-        weight: Any = node.weight if type(node) is eqx.nn.Linear else None
-        if (
-            not is_quantised(weight)
-            or weight.format.element != "float8_e4m3fn"
-            or weight.format.block[1] % 128
-        ):
-            return node
-        if where is not None and not where(f"{jax.tree_util.keystr(path)}.weight"):
-            return node
-        changed += 1
-        return eqx.tree_at(
-            lambda layer: layer.weight,
-            node,
-            dataclasses.replace(weight, float8_rows=enabled),
-            is_leaf=is_quantised,
-        )
+        for name in _WEIGHTS.get(type(node), ()):
+            weight: Any = getattr(node, name)
+            is_float8 = is_quantised(weight) and weight.format.element == "float8_e4m3fn"
+            if not is_float8 or weight.format.block[1] % 128:
+                continue
+            if where is not None and not where(f"{jax.tree_util.keystr(path)}.{name}"):
+                continue
+            changed += 1
+            weight = dataclasses.replace(weight, float8_rows=enabled)
+            node = eqx.tree_at(
+                lambda node, name=name: getattr(node, name), node, weight, is_leaf=is_quantised
+            )
+        return node
 
-    is_linear = lambda node: type(node) is eqx.nn.Linear
-    model = jax.tree_util.tree_map_with_path(of_node, model, is_leaf=is_linear)
+    model = jax.tree_util.tree_map_with_path(of_node, model, is_leaf=lambda node: type(node) in _WEIGHTS)
     if not changed:
         raise ValueError(
-            "model: expected a linear layer with a weight in float8_e4m3fn, received none; quantise it first by ejx.quantise(model, 'fp8-block')."
+            "model: expected a linear layer or experts with a weight in float8_e4m3fn, received none; quantise it first by "
+            "ejx.quantise(model, 'fp8-block')."
         )
     return model

@@ -51,6 +51,23 @@ def weight_numbers(w: ejx.QuantizedWeight) -> np.ndarray:
     return codes * scales[at(n, w.format.block[0])[:, None], at(k, w.format.block[1])[None, :]]
 
 
+def stacked(n: int, k: int, block: tuple[int, int], count: int) -> tuple[Any, list[ejx.QuantizedWeight]]:
+    """A weight for each of several groups: all of them in one, and each alone."""
+    each = [quantised_weight(n, k, block, seed=seed) for seed in range(count)]
+    return jax.tree.map(lambda *parts: np.stack(parts), *each), each
+
+
+def by_group(x: np.ndarray, each: list[np.ndarray], sizes: Any) -> np.ndarray:
+    """Rows by the matrix of their group, and zeros behind the last."""
+    out = np.zeros((*x.shape[:-1], each[0].shape[-1]))
+    for b in np.ndindex(*x.shape[:-2]):
+        start = 0
+        for size, matrix in zip(np.asarray(sizes)[b], each):
+            out[b][start : start + size] = x[b][start : start + size] @ matrix
+            start += size
+    return out
+
+
 def exact(x: Any, w: ejx.QuantizedWeight, x_scale: float | None = None) -> np.ndarray:
     return as_numbers(x, x_scale) @ weight_numbers(w).T
 
@@ -66,3 +83,9 @@ CASES = {
     "published scale": ((9, 384), 128, (128, 128), "float32", "float32", 0.004, None),
     "one row": ((48,), 9, (1, 0), "float16", "float32", None, None),
 }  # fmt: skip
+GROUPS = {
+    "blocks": ((37, 300), 173, (128, 128), [5, 0, 20], None),
+    "batches, channels": ((2, 70, 256), 64, (1, 0), [[5, 0, 65], [1, 33, 21]], None),
+    "by one scale": ((40, 160), 96, (0, 0), [33, 0, 7], 0.02),
+    "no group": ((9, 128), 128, (128, 128), [0, 0], None),
+}

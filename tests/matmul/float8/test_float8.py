@@ -15,7 +15,17 @@ from ejkernel_eqx.matmul.float8.workload import example_problem
 from tests.agreement import platforms
 from tests.attention.dense import INTERPRET, quick
 from tests.compiled import DEVICES
-from tests.matmul.float8.cases import CASES, exact, quantised_weight, rows, weight_numbers
+from tests.matmul.float8.cases import (
+    as_numbers,
+    by_group,
+    CASES,
+    exact,
+    GROUPS,
+    quantised_weight,
+    rows,
+    stacked,
+    weight_numbers,
+)
 from tests.tolerances import assert_close
 from tests.workloads import assert_agrees, launches, refusals
 
@@ -36,6 +46,37 @@ def test_agrees_with_the_formula(name, platform):
     (dx,) = quick(pull)(dout)
     assert dx.dtype == x.dtype
     assert_close(dx, np.asarray(dout, np.float64) @ weight_numbers(w), dtype, "gradient")
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_groups_agree_with_the_formula(name, platform):
+    """Rows past the last group are 0, even of NaN, and so are their gradients."""
+    shape, n, block, sizes, x_scale = GROUPS[name]
+    w, each = stacked(n, shape[-1], block, np.shape(sizes)[-1])
+    sizes, matrices = jnp.array(sizes), [weight_numbers(one) for one in each]
+    real = jnp.asarray(np.arange(shape[-2]) < np.sum(np.asarray(sizes), -1, keepdims=True))[..., None]
+    x, op = rows(*shape), ejx.ScaledMatmul(platform=platform)
+    out, pull = quick(lambda x: jax.vjp(lambda x: op(x, w, sizes, x_scale=x_scale), x))(
+        jnp.where(real, x, jnp.nan)
+    )
+    wanted = by_group(as_numbers(x, x_scale), [matrix.T for matrix in matrices], sizes)
+    assert_close(out, wanted, "float32")
+    dout = rows(*out.shape, seed=2)
+    (dx,) = quick(pull)(dout)
+    assert_close(dx, by_group(np.asarray(dout, np.float64), matrices, sizes), "float32", "gradient")
+
+
+def test_groups_compose(platform):
+    """vmap of rows and sizes, and of weights."""
+    shape, n, block, sizes, _ = GROUPS["batches, channels"]
+    x, sizes, (w, _) = rows(*shape), jnp.array(sizes), stacked(n, shape[-1], block, 3)
+    op = ejx.ScaledMatmul(platform=platform)
+    wanted = quick(op)(x, w, sizes)
+    assert_close(quick(jax.vmap(op, (0, None, 0)))(x, w, sizes), wanted)
+    pair = jax.tree.map(lambda a: jnp.stack([a, a[::-1]]), w)
+    both = quick(jax.vmap(op))(x, pair, sizes)
+    assert_close(both[0], wanted[0])
+    assert_close(both[1], quick(op)(x[1], jax.tree.map(lambda a: a[::-1], w), sizes[1]))
 
 
 def test_zeros_large_numbers_and_nan(platform):
@@ -98,6 +139,9 @@ def test_a_mesh_splits_rows_and_blocks_of_the_weight():
         assert_close(jax.jit(op)(put(x, "rows"), split), exact(x, w), "float32")
         grad = jax.jit(jax.grad(lambda x, w: op(x, w).sum()))(put(x, "rows"), split)
         assert_close(grad, np.tile(weight_numbers(w).sum(0), (6, 1)), "float32", "gradient")
+    (w, _), sizes = stacked(256, 256, (128, 128), 2), jnp.array([2, 3])
+    split = jax.tree.map(lambda part: put(part, None, "columns"), w)
+    assert_close(jax.jit(op)(put(x, "rows"), split, sizes), op(x, w, sizes), "float32")
 
 
 @pytest.mark.parametrize("platform", ["xla", INTERPRET])
@@ -105,8 +149,9 @@ def test_a_mesh_splits_rows_and_blocks_of_the_weight():
     "flags", [{}, {"block": "1x128"}, {"block": "1x0", "x_scale": True}, {"block": "0x0"}], ids=str
 )
 def test_what_the_tuner_is_given(flags, platform):
-    problem = example_problem("scaled_matmul", dict(B=2, M=9, K=260, N=70), "float32", flags)
-    assert_agrees("scaled_matmul", platform, problem)
+    for groups in ({}, {"E": 3}):
+        problem = example_problem("scaled_matmul", dict(B=2, M=9, K=260, N=70) | groups, "float32", flags)
+        assert_agrees("scaled_matmul", platform, problem)
 
 
 test_refused = refusals(
@@ -117,7 +162,9 @@ test_refused = refusals(
 
 HOPPER = DEVICES["sm_90"]
 MANY, FEW = dict(M=8192, K=4096, N=14336), dict(M=8, K=4096, N=4096)
-SIZES = [(MANY, "bfloat16", {}), (MANY, "bfloat16", {"block": "1x0", "x_scale": True}), (MANY, "bfloat16", {"block": "0x0"}),
+GROUPED = MANY | {"E": 8}
+SIZES = [(MANY, "bfloat16", {}), (GROUPED, "bfloat16", {}), (GROUPED, "bfloat16", {"block": "1x0"}),
+         (MANY, "bfloat16", {"block": "1x0", "x_scale": True}), (MANY, "bfloat16", {"block": "0x0"}),
          (MANY, "float32", {"block": "1x128"}), (FEW, "bfloat16", {}), (dict(M=300, K=200, N=1000), "float16", {})]  # fmt: skip
 
 
@@ -125,23 +172,24 @@ SIZES = [(MANY, "bfloat16", {}), (MANY, "bfloat16", {"block": "1x0", "x_scale": 
     "sizes, dtype, flags", [SIZES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in SIZES[1:])]
 )
 def test_kernels_compile_for_hopper(sizes, dtype, flags):
-    """Every candidate; Hopper's kernel without spills."""
+    """Every candidate; Hopper's kernel without spills, but for places of a tile of groups, outside the product."""
     triton = pytest.importorskip("ejkernel_eqx.matmul.float8.triton.compiled")
     problem = example_problem("scaled_matmul", sizes, dtype, flags)
     configs = triton.candidates(problem, HOPPER)
     assert all(from_dict(to_dict(config), triton.ScaledTile) == config for config in configs)
     assert all(triton.config_unsupported(config, problem, HOPPER) is None for config in configs)
     in_gluon = [config.hopper_programs > 0 for config in configs]
-    chosen = sizes is MANY and flags.get("block") != "1x128" and gluon_unavailable(HOPPER) is None
+    chosen = sizes in (MANY, GROUPED) and flags.get("block") != "1x128" and gluon_unavailable(HOPPER) is None
     assert in_gluon[0] == chosen and bool(triton.remark(configs[0], problem, HOPPER)) != chosen
     for config in configs:
         quantise, multiply = launches("scaled_matmul", problem, config)
         assert multiply.is_gluon == (config.hopper_programs > 0)
         for launch in (quantise, multiply):
             report = compile_ahead(launch, "sm_90")
-            assert report.fits and (report.spills == 0 or (launch is multiply and not multiply.is_gluon)), (
-                report
-            )
+            most = 16 if "E" in sizes and launch.is_gluon else 0
+            assert report.fits and (
+                report.spills <= most or (launch is multiply and not multiply.is_gluon)
+            ), report
 
 
 @pytest.mark.parametrize(
@@ -184,6 +232,9 @@ FLOATS: Any = jnp.ones((16, 256))
         (lambda: ejx.ScaledMatmul()(X, FLOATS), ["weight", "QuantizedWeight", "fp8-block"]),
         (lambda: ejx.ScaledMatmul()(X, quantised_weight(16, 128)), ["weight", "[N, 256]", "[16, 128]"]),
         (lambda: ejx.ScaledMatmul()(X, W.T), ["weight", "not transposed"]),
+        (lambda: ejx.ScaledMatmul()(X, W, jnp.array([5])), ["weight", "[E, N, 256]", "[16, 256]"]),
+        (lambda: ejx.ScaledMatmul()(X, stacked(16, 256, (1, 0), 2)[0], jnp.array([5])), ["group_sizes", "(2,)", "(1,)"]),
+        (lambda: ejx.ScaledMatmul()(X, stacked(16, 256, (1, 0), 2)[0], jnp.array([5, 1])), ["group_sizes", "at most 5"]),
         (lambda: ejx.ScaledMatmul()(X, quantised_weight(16, 256, (1, 64))), ["weight", "128 columns", "1x64"]),
         (lambda: ejx.ScaledMatmul()(X, ejx.quantise(jnp.ones((16, 256)), "int8")), ["weight", "float8_e4m3fn", "int8"]),
         (lambda: ejx.ScaledMatmul()(X.astype(int), W), ["x", "int"]),

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ..._kernel import Kernel, Plan
-from ..._shapes import AnyArray, Float
+from ..._shapes import AnyArray, Float, Int
 from ...core.arguments import array, check_dtype, fitting, is_finite
 from ...core.plans import plan_of
 from ...dispatch import PlatformLike
 from ...quantised import QuantizedWeight
 from ...quantised.numbers import floats
+from ..arguments import sizes_of_groups
 from .core import SCALED
 from .spec import blocks_of, GROUP, ScaledArrays, ScaledSpec
 
@@ -27,6 +28,9 @@ class ScaledMatmul(Kernel):
     with the codes $c$ and scales $t$ of the weight, and groups $g$ of 128 features, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3). Each token
     and group has a scale of its own, or all of them share one that is given. Tensor cores sum over a group (Hopper's keep
     about 14 bits); sums are scaled and added up in float32.
+
+    With `group_sizes`, rows of consecutive groups are each multiplied by the weight of their group, as in [`ejkernel_eqx.GroupedMatmul`][];
+    rows past the last group are 0.
 
     It is for many rows, as in prefill; of few, the time is that of reading the weight. XLA multiplies the numbers that the codes stand for,
     rounded to the dtype of the rows.
@@ -65,13 +69,16 @@ class ScaledMatmul(Kernel):
         self,
         x: Float[AnyArray, "*B K"],
         weight: QuantizedWeight,
+        group_sizes: Int[AnyArray, "*C E"] | None = None,
         *,
         x_scale: Float[AnyArray, ""] | float | None = None,
     ) -> Float[Array, "*B N"]:
         """**Arguments:**
 
         - `x`: `[..., K]` with any number of leading axes, the rows; bf16, f16, f32 (f64 on XLA).
-        - `weight`: `[N, K]` in float8_e4m3fn, with a scale per block of any rows by a multiple of 128 columns, per channel or for all.
+        - `weight`: `[N, K]` in float8_e4m3fn, with a scale per block of any rows by a multiple of 128 columns, per channel or for all;
+            with `group_sizes` `[E, N, K]`.
+        - `group_sizes`: integers `[..., E]`, the rows of `x [..., M, K]` of each group, one group after the other; their sum is at most M.
         - `x_scale`: a number above 0, the scale of all rows, such as a published `input_scale` or `jnp.abs(x).max() / 448`; larger numbers than
             448 times as much are clipped. Default: a scale for each row and 128 features.
 
@@ -80,34 +87,38 @@ class ScaledMatmul(Kernel):
         **Raises:** `ValueError` for invalid arguments, and `UnsupportedError` if no platform, or not the requested one, supports the call.
         """
         x = array("x", x, "K")
-        _check_weight(weight, x.shape[-1])
+        _check_weight(weight, x.shape[-1], group_sizes is not None)
         if x_scale is not None:
             if isinstance(x_scale, int | float) and not (is_finite(x_scale) and x_scale > 0):
                 raise ValueError(f"x_scale: expected a number above 0, received {x_scale!r}.")
             x_scale = fitting("x_scale", jnp.asarray(x_scale), (), "")
             x_scale = lax.stop_gradient(x_scale).astype(jnp.float32)
+        if group_sizes is not None:
+            x = array("x", x, "M K")
+            group_sizes = sizes_of_groups(group_sizes, (*x.shape[:-2], weight.shape[0]), x.shape[-2])
         lead, dtype = x.shape[:-1], self.preferred_element_type or x.dtype.name
         if 0 in lead:  # no rows: nothing to launch
-            return jnp.zeros((*lead, weight.shape[0]), dtype)
+            return jnp.zeros((*lead, weight.shape[-2]), dtype)
         arrays, columns = _arranged(x if x.ndim > 1 else x.reshape(1, -1), weight, x_scale)
+        arrays = arrays._replace(sizes=group_sizes)
         out = SCALED.call(self.plan, self.operation, arrays, ScaledSpec(dtype, columns))["out"]
-        return out.reshape(*lead, weight.shape[0])
+        return out.reshape(*lead, weight.shape[-2])
 
 
 def _arranged(x: Array, weight: QuantizedWeight, x_scale: Array | None) -> tuple[ScaledArrays, int]:
     """The arrays of a call, and the columns of the weight that share a scale."""
-    form, (height, width) = weight.format, weight.shape
+    form, (*lead, height, width) = weight.format, weight.shape
     rows, columns = blocks_of((height, width), form.block)
     scales = floats(jnp.asarray(weight.scales), form.scale)
     if weight.tensor_scale is not None:
-        scales = scales * floats(jnp.asarray(weight.tensor_scale), "float32")
+        scales = scales * floats(jnp.asarray(weight.tensor_scale), "float32")[..., None, None]
     if rows == 1 and form.block[0] > 1:  # blocks that do not divide the rows: a scale for each of them
-        scales = jnp.repeat(scales, form.block[0], 0)[:height]
-    codes = jnp.asarray(weight.codes).reshape(height // rows, rows, width)
+        scales = jnp.repeat(scales, form.block[0], -2)[..., :height, :]
+    codes = jnp.asarray(weight.codes).reshape(*lead, height // rows, rows, width)
     return ScaledArrays(x, codes, scales, x_scale), columns
 
 
-def _check_weight(weight: Any, features: int) -> None:
+def _check_weight(weight: Any, features: int, is_grouped: bool) -> None:
     known = isinstance(weight, QuantizedWeight)
     if not known or weight.format.element != "float8_e4m3fn" or weight.format.block[1] % GROUP:
         received = repr(weight) if known else type(weight).__name__
@@ -115,8 +126,9 @@ def _check_weight(weight: Any, features: int) -> None:
             f"weight: expected an ejx.QuantizedWeight in float8_e4m3fn with a scale per block of a multiple of {GROUP} columns, or per channel, "
             f"received {received}; quantise it by ejx.quantise(weight, 'fp8-block'), or multiply by weight.astype(x.dtype)."
         )
-    if weight.ndim != 2 or weight.transposed or weight.shape[1] != features or 0 in weight.shape:
+    is_right = weight.ndim == 2 + is_grouped and weight.shape[-1] == features
+    if not is_right or weight.transposed or 0 in weight.shape:
         raise ValueError(
-            f"weight: expected [N, {features}], the features of x, not transposed, received {weight!r}; weights are [out, in], as in "
-            "equinox.nn.Linear."
+            f"weight: expected [{'E, ' * is_grouped}N, {features}], the features of x, not transposed, received {weight!r}; weights are "
+            "[out, in], as in equinox.nn.Linear."
         )

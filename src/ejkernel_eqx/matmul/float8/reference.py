@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ...core.arguments import accumulator
+from .. import reference as grouped
+from ..spec import GroupedArrays, GroupedSpec
 from .spec import GROUP, LARGEST, ScaledArrays, ScaledSpec
 
 LEAST = 2.0**-96
@@ -42,7 +44,7 @@ def _rounded_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 
 def weight_of(arrays: ScaledArrays, spec: ScaledSpec) -> Array:
-    """The numbers of the weight `[*, N, R, K]`, in float32 or wider."""
+    """The numbers of the weight `[*, N, R, K]` or `[*, E, N, R, K]`, in float32 or wider."""
     wide = accumulator(arrays.x.dtype)
     numbers = lax.bitcast_convert_type(arrays.codes, jnp.float8_e4m3fn).astype(wide)
     scales = jnp.repeat(arrays.scales.astype(wide), spec.columns or 1, -1)
@@ -54,4 +56,14 @@ def weight_of(arrays: ScaledArrays, spec: ScaledSpec) -> Array:
 def multiply(arrays: ScaledArrays, spec: ScaledSpec) -> dict[str, Array]:
     """The result, in float32 (float64 for float64 inputs)."""
     x = rounded(arrays.x.astype(accumulator(arrays.x.dtype)), arrays.x_scale)
-    return {"out": jnp.einsum("...mk,...nrk->...mnr", x, weight_of(arrays, spec))}
+    weight = weight_of(arrays, spec)
+    if arrays.sizes is None:
+        return {"out": jnp.einsum("...mk,...nrk->...mnr", x, weight)}
+    sides = GroupedArrays(x, arrays.sizes, merged(weight))
+    out = grouped.multiply(sides, GroupedSpec(spec.out_dtype, transpose_rhs=True))["out"]
+    return {"out": out.reshape(*out.shape[:-1], *weight.shape[-3:-1])}
+
+
+def merged(weight: Array) -> Array:
+    """Weights `[..., N, R, K]` as `[..., N R, K]`."""
+    return weight.reshape(*weight.shape[:-3], -1, weight.shape[-1])

@@ -7,14 +7,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..._tolerances import TOLERANCES
 from ...core.words import read_flags, read_sizes, SWITCH
 from ...core.workload import Inputs, random_cotangents, workload_of
 from ...dispatch import Implementation, Problem, Workload
 from ...launch.sizes import cdiv
+from ..workload import random_sizes
 from .core import problem_of, SCALED
-from .spec import blocks_of, LETTERS, ScaledArrays, ScaledSpec, SHARED
+from .spec import blocks_of, letters_of, ScaledArrays, ScaledSpec, SHARED
 
 BLOCKS = ("128x128", "1x128", "1x0", "0x0")
 
@@ -43,6 +45,8 @@ def make_inputs(problem: Problem, seed: int) -> Inputs:
     }
     if "x_scale" in shapes:
         values["x_scale"] = jnp.float32(0.01)
+    if "sizes" in shapes:
+        values["sizes"] = random_sizes(shapes["sizes"].shape, problem.dim("M"), np.random.default_rng(seed))
     arrays = ScaledArrays(**values)
     return Inputs(arrays, random_cotangents(SCALED, arrays, spec, seed))
 
@@ -60,7 +64,9 @@ def _shapes(problem: Problem) -> dict[str, Any]:
     sizes["G"] = cdiv(size["K"], columns) if columns else 1
     dtypes = {"x": problem.dtype("x"), "codes": "uint8", "scales": "float32"}
     dtypes |= {"x_scale": "float32"} if problem.flag("x_scale") else {}
-    return LETTERS.shapes(sizes, dtypes, SHARED)
+    count = dict(problem.dims).get("E", 0)
+    dtypes |= {"sizes": "int32"} if count else {}
+    return letters_of(count > 0).shapes(sizes | {"M": problem.dim("M"), "E": count}, dtypes, SHARED)
 
 
 def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: Mapping[str, Any]) -> Problem:
@@ -68,14 +74,15 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
 
     **Arguments:**
 
-    - `dims`: at least `M` rows, `K` features and `N` columns of the result; the leading axes `B` default to 1.
+    - `dims`: at least `M` rows, `K` features and `N` columns of the result; the leading axes `B` default to 1, and the
+        groups `E` to 0, one weight for all rows.
     - `dtype`: the dtype of rows and result.
     - `flags`: `block`, the rows and columns of the weight that share a scale (`128x128` by default, `1x128`, `1x0` for one per channel, `0x0` for one
         in all), and `x_scale`, whether all rows share one, too.
 
     Raises `ValueError` for an unknown name or a missing size.
     """
-    size = read_sizes(dims, {"B": 1, "M": None, "K": None, "N": None})
+    size = read_sizes(dims, {"B": 1, "M": None, "K": None, "N": None} | ({"E": None} if "E" in dims else {}))
     options = read_flags(flags, {"block": BLOCKS, "x_scale": SWITCH})
     dtypes = {"x": dtype, "out": dtype}
     problem = Problem.make(operation, dims=size, dtypes=dtypes, flags=options, lengths=set())

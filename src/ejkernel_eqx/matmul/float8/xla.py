@@ -4,7 +4,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ...core.platforms import Plain
-from .reference import rounded, weight_of
+from .. import xla as grouped
+from ..xla_products import Form, rows
+from .core import problem_of
+from .reference import merged, rounded, weight_of
 from .spec import ScaledArrays, ScaledSpec
 
 
@@ -12,6 +15,11 @@ def apply(arrays: ScaledArrays, spec: ScaledSpec) -> dict[str, Array]:
     """The result."""
     x = rounded(arrays.x, arrays.x_scale)
     weight = weight_of(arrays, spec).astype(x.dtype)
+    if arrays.sizes is not None:
+        tile = grouped.default_config(problem_of("scaled_matmul", arrays, spec), None)
+        form = Form(spec.out_dtype, x.dtype.name, True, tile.block_m)
+        out = rows(x, merged(weight), arrays.sizes, None, form)
+        return {"out": out.reshape(*out.shape[:-1], *weight.shape[-3:-1])}
     mapped = tuple(range(weight.ndim - 3))
     axes = (((x.ndim - 1,), (weight.ndim - 1,)), (mapped, mapped))
     # In the dtype of the result, so that the gradient multiplies in it, too; sums are in float32.

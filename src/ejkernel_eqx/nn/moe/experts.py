@@ -6,13 +6,17 @@ from typing import Any
 import jax
 from jax import Array
 
+from ..._shapes import is_symbolic
 from ..._signatures import Module
 from ...dispatch import PlatformLike
-from ...matmul import GroupedMatmul
+from ...matmul import GroupedMatmul, ScaledMatmul
+from ...matmul.arguments import MANY_ROWS
+from ...matmul.epilogue import finished
 from ...quantised.dequantise import is_quantised
 from ...weights.experts import experts as filled_experts
 from ..activations import matmul_options
 from ..parts import Parts
+from ..projection import in_float8
 
 
 class Experts(Module):
@@ -53,6 +57,10 @@ class Experts(Module):
     def __call__(self, rows: Array, sizes: Array) -> Array:
         """Rows `[M, E]` in the order of their experts, of which `sizes [N]` says how many each has; rows behind them give 0."""
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
+        if self._are_in_float8(rows):
+            scaled: Any = ScaledMatmul()
+            gate, up = scaled(rows, gate, sizes), scaled(rows, up, sizes)
+            return scaled(finished(gate, up, self.hidden.spec), down, sizes)
         # One product takes gate and up stored alike, `[N, out, in]`.
         alike = jax.tree.structure(gate) == jax.tree.structure(up)
         as_is = lambda w: is_quantised(w) and not w.transposed
@@ -61,5 +69,14 @@ class Experts(Module):
         biases = {"bias": self.gate_proj_bias, "up_bias": self.up_proj_bias}
         hidden = self.hidden(rows, gate, sizes, up=up, **biases)
         return self.out(hidden, down, sizes, bias=self.down_proj_bias)
+
+    def _are_in_float8(self, rows: Array) -> bool:
+        """Returns whether all weights multiply these rows in float8, which no bias follows."""
+        weights: tuple[Any, ...] = (self.gate_proj, self.up_proj, self.down_proj)
+        if self.gate_proj_bias is not None or not all(is_quantised(w) and not w.transposed for w in weights):
+            return False
+        # Of an average expert. Symbolic sizes are no fewer than any number.
+        many = is_symbolic(rows.shape[-2]) or rows.shape[-2] > MANY_ROWS * self.gate_proj.shape[0]
+        return many and all(in_float8(rows, w) for w in weights)
 
     _published = filled_experts

@@ -10,7 +10,8 @@ from ....core.by_example import by_example
 from ....core.platforms import kernels_unavailable
 from ....dispatch import DeviceFacts, Problem
 from ....launch import gluon_unavailable, Launcher, NOTHING, result
-from ....launch.sizes import cdiv, too_large
+from ....launch.sizes import cdiv, padded, too_large
+from ...triton.compiled import MAX_GROUPS
 from .. import xla
 from ..core import problem_of
 from ..spec import GROUP, ScaledArrays, ScaledSpec
@@ -36,6 +37,8 @@ def unavailable(device: DeviceFacts) -> str | None:
 def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
     if "float64" in dict(problem.dtypes).values():
         return "takes float32, float16 and bfloat16, not float64"
+    if (weights := dict(problem.dims).get("E", 0)) > MAX_GROUPS:
+        return f"takes up to {MAX_GROUPS} groups, not {weights}"
     return None
 
 
@@ -66,21 +69,27 @@ def forward(
     arrays: ScaledArrays, spec: ScaledSpec, config: ScaledTile, *, save: bool = True
 ) -> dict[str, Array]:
     """The result. The backward needs the arguments only."""
-    return by_example(lambda arrays: _forward(arrays, spec, config), arrays, _RANKS)
+    ranks = _RANKS if arrays.sizes is None else _RANKS | {"codes": 4, "scales": 3}
+    return by_example(lambda arrays: _forward(arrays, spec, config), arrays, ranks)
 
 
 def _forward(arrays: ScaledArrays, spec: ScaledSpec, config: ScaledTile) -> dict[str, Array]:
-    (batch, rows, features), (blocks, height, _) = arrays.x.shape, arrays.codes.shape
+    (batch, rows, features), (*_, blocks, height, _) = arrays.x.shape, arrays.codes.shape
     count, groups, grouped = batch * rows, cdiv(features, GROUP), arrays.x_scale is None
-    numbers = {"M": count, "K": features, "N": blocks * height, "R": height, "G": arrays.scales.shape[1]}
+    numbers = {"M": count, "K": features, "N": blocks * height, "R": height, "G": arrays.scales.shape[-1]}
     numbers |= {"COLUMNS": spec.columns, "GROUPED": grouped, "GROUP": GROUP}
+    weights = 0 if arrays.sizes is None else arrays.sizes.shape[-1]
+    numbers |= {"B": batch, "E": weights, "RAGGED": weights > 0, "BLOCK_E": padded(weights + 1)}
     launch = Launcher("float8", arrays._asdict(), numbers, arrays.scales)
     codes = result(count, features, dtype=jnp.float8_e4m3fn)
     outputs = {"rounded": codes, "rounded_scales": result(groups, count) if grouped else NOTHING}
     programs = groups * cdiv(count, _QUANTISE.block_m)
     made = launch(kernel.quantise_kernel, _QUANTISE, outputs, programs)
     multiply = kernel.scaled_kernel
-    programs = cdiv(count, config.block_m) * cdiv(blocks * height, config.block_n)
+    # Rows past the last group are tiles too.
+    most = rows // config.block_m + min(weights + 1, rows) if weights else cdiv(count, config.block_m)
+    programs = (batch if weights else 1) * most * cdiv(blocks * height, config.block_n)
+    own = {"TILES": most}
     if config.hopper_programs:
         reason = unfit(problem_of("scaled_matmul", arrays, spec), config)
         if reason is not None:
@@ -88,9 +97,9 @@ def _forward(arrays: ScaledArrays, spec: ScaledSpec, config: ScaledTile) -> dict
             raise ValueError(f"config: expected hopper_programs=0, {received}")
         from .hopper_kernel import hopper_scaled_kernel as multiply
 
-        programs = config.hopper_programs
+        programs, own = config.hopper_programs, {}
     out = result(batch, rows, blocks, height, dtype=jnp.dtype(spec.out_dtype))
-    return launch(multiply, config, {"out": out}, programs, made, name="scaled_kernel")
+    return launch(multiply, config, {"out": out}, programs, made, name="scaled_kernel", **own)
 
 
 def backward(

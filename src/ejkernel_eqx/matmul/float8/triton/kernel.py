@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from ...triton.tile import place_of, swizzled
+
 
 @triton.jit
 def quantise_kernel(
@@ -44,27 +46,42 @@ def scales_at(
 
 @triton.jit
 def scaled_kernel(
-    rounded_ptr, rounded_scales_ptr, codes_ptr, scales_ptr, x_scale_ptr, M,  # [M, K], [groups, M], [N, K], [N / R, G], []
+    rounded_ptr, rounded_scales_ptr, codes_ptr, scales_ptr, x_scale_ptr, sizes_ptr,  # [M, K], [groups, M], [*, N, K], [*, N / R, G], [], [B, E]
+    M, B, E, TILES,
     out_ptr,  # [M, N]
     K: tl.constexpr, N: tl.constexpr, R: tl.constexpr, G: tl.constexpr, COLUMNS: tl.constexpr, GROUPED: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWIZZLE: tl.constexpr, NUM_STAGES: tl.constexpr,
+    GROUP: tl.constexpr, RAGGED: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SWIZZLE: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     # out = the sum over groups of scales times (rounded codes^T). Scales that all groups share are multiplied behind the loop.
     pid = tl.program_id(0)
-    wide: tl.constexpr = SWIZZLE * ((N + BLOCK_N - 1) // BLOCK_N)
-    top = pid // wide * SWIZZLE
-    high = tl.minimum(tl.cdiv(M, BLOCK_M) - top, SWIZZLE)
-    m = (top + pid % wide % high) * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
-    n = pid % wide // high * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    columns: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    groups: tl.constexpr = (K + GROUP - 1) // GROUP
+    w_ptr = codes_ptr.to(tl.pointer_type(tl.float8e4nv))
+    b = pid // (TILES * columns)
+    tile, column = swizzled(pid % (TILES * columns), TILES, columns, SWIZZLE)  # pyright: ignore[reportGeneralTypeIssues]
+    if RAGGED:
+        e, first, end = place_of(sizes_ptr, b, tile, M // B, E, BLOCK_M, BLOCK_E)
+        if e > E:
+            return
+        first, end = first + b * (M // B), end + b * (M // B)
+        # Rows of no weight take no steps: their sum stays 0.
+        steps = tl.where(e < E, groups, 0)
+        e = tl.minimum(e, E - 1)
+        w_ptr += e.to(tl.int64) * (N * K)
+        scales_ptr += e * (N // R * G)
+    else:
+        first, end = tile * BLOCK_M, M
+        steps: tl.constexpr = groups
+    m = first + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    n = column * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     k = tl.arange(0, GROUP)  # [GROUP]
     # Rows past the last are read as the last, and not stored.
-    row, column = tl.minimum(m, M - 1), tl.minimum(n, N - 1)  # [BLOCK_M], [BLOCK_N]
+    row, column = tl.minimum(m, end - 1), tl.minimum(n, N - 1)  # [BLOCK_M], [BLOCK_N]
     x_at = rounded_ptr + row.to(tl.int64)[:, None] * K + k[None, :]  # [BLOCK_M, GROUP]
-    w_ptr = codes_ptr.to(tl.pointer_type(tl.float8e4nv))
     w_at = w_ptr + column.to(tl.int64)[None, :] * K + k[:, None]  # [GROUP, BLOCK_N]
-    groups: tl.constexpr = (K + GROUP - 1) // GROUP
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for group in tl.range(0, groups, num_stages=NUM_STAGES):
+    for group in tl.range(0, steps, num_stages=NUM_STAGES):
         start = group * GROUP
         if K % GROUP == 0:
             x = tl.load(x_at + start)  # [BLOCK_M, GROUP]
@@ -88,4 +105,4 @@ def scaled_kernel(
     if not GROUPED:
         acc *= tl.load(x_scale_ptr)
     at = m.to(tl.int64)[:, None] * N + n[None, :]  # [BLOCK_M, BLOCK_N]
-    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=(m < end)[:, None] & (n < N)[None, :])

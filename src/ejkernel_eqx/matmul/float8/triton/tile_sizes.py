@@ -43,7 +43,7 @@ _HOPPER = ((256, 128, 4, 4, 8), (256, 128, 4, 4, 4), (128, 128, 4, 6, 8))
 
 def tiles(problem: Problem, device: DeviceFacts) -> list[ScaledTile]:
     """The heuristic's first."""
-    rows = problem.dim("B") * problem.dim("M")
+    rows = _rows(problem)
     made = [ScaledTile(*sizes) for sizes in next(sizes for least, sizes in _TILES if rows >= least)]
     if not_chosen(problem, device) is None:
         programs = device.num_multiprocessors or 132
@@ -55,9 +55,14 @@ def tiles(problem: Problem, device: DeviceFacts) -> list[ScaledTile]:
 
 def not_chosen(problem: Problem, device: DeviceFacts) -> str | None:
     """The reason why Triton's kernel is preferred, as a clause without its subject; `None` if it is not."""
-    if problem.dim("B") * problem.dim("M") < LEAST_ROWS:
+    if _rows(problem) < LEAST_ROWS:
         return f"is for {LEAST_ROWS} rows or more"
     return gluon_unavailable(device) or unfit(problem)
+
+
+def _rows(problem: Problem) -> int:
+    """Those of a weight, on average."""
+    return problem.dim("B") * problem.dim("M") // max(dict(problem.dims).get("E", 0), 1)
 
 
 def unfit(problem: Problem, tile: ScaledTile | None = None) -> str | None:
@@ -70,7 +75,7 @@ def unfit(problem: Problem, tile: ScaledTile | None = None) -> str | None:
         return "writes bfloat16 and float16, not float32"
     if size["K"] % 16 or size["N"] % 8:
         return f"takes rows of whole 16 bytes, not of {size['K']} codes and {size['N']} numbers"
-    if size["B"] * size["M"] > 2**30 or size["N"] > 2**30:
+    if size["B"] * size["M"] > 2**30 or size["N"] * max(dict(problem.dims).get("E", 0), 1) > 2**30:
         return "takes up to 2**30 rows"
     if tile and ((tile.block_n, tile.num_warps) != (128, 4) or tile.block_m not in (128, 256)):
         return f"has tiles of 128x128 and 256x128 with num_warps=4, not {tile.block_m}x{tile.block_n} with {tile.num_warps}"

@@ -42,7 +42,7 @@ def _tiles(size, BM: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _group_of(sizes_ptr, t, group, first, start, size, B, M, E, BM: gl.constexpr, COLUMNS: gl.constexpr):
+def group_of(sizes_ptr, t, group, first, start, size, B, M, E, BM: gl.constexpr, COLUMNS: gl.constexpr):
     """The group that has tile `t`, its first tile, first row and rows, from those of an earlier tile. Every batch row has `E + 1` groups, of
     which the last has the rows past the others."""
     tiles = _tiles(size, BM, COLUMNS)
@@ -80,12 +80,12 @@ def _consumer(ring, staging, outputs, groups, bias_ptr, up_bias_ptr, W: gl.const
     t = gl.program_id(0)
     # The second consumer passes over the stages of the first tile.
     if ALTERNATING and W == 1:
-        group, first, start, size = _group_of(sizes_ptr, t, group, first, start, size, B, M, E, BM, COLUMNS)
+        group, first, start, size = group_of(sizes_ptr, t, group, first, start, size, B, M, E, BM, COLUMNS)
         s, phase = ahead(s, phase, gl.where(group % (E + 1) < E, STEPS, 0), tile.STAGES)
         t += gl.num_programs(0)
     while t < groups.total:
         # Which rows and columns; a second half may be of no rows, and rows past the last group are 0.
-        group, first, start, size = _group_of(sizes_ptr, t, group, first, start, size, B, M, E, BM, COLUMNS)
+        group, first, start, size = group_of(sizes_ptr, t, group, first, start, size, B, M, E, BM, COLUMNS)
         row, column = place(t - first, size, BM, COLUMNS, tile.SWIZZLE)
         row = row * BM + PART * ROWS
         e = group % (E + 1)
@@ -133,7 +133,7 @@ def _consumer(ring, staging, outputs, groups, bias_ptr, up_bias_ptr, W: gl.const
         # The next tile of this program; alternating, the one after it, past the stages of the other consumer's.
         t += gl.num_programs(0)
         if ALTERNATING:
-            group, first, start, size = _group_of(sizes_ptr, t, group, first, start, size, B, M, E, BM, COLUMNS)
+            group, first, start, size = group_of(sizes_ptr, t, group, first, start, size, B, M, E, BM, COLUMNS)
             s, phase = ahead(s, phase, gl.where(group % (E + 1) < E, STEPS, 0), tile.STAGES)
             t += gl.num_programs(0)
     # Shared memory is given back when its last copy has left.
@@ -158,7 +158,7 @@ def _loader(ring, inputs, groups, form: gl.constexpr, tile: gl.constexpr):
     s, phase = 0, 1
     t = gl.program_id(0)
     while t < groups.total:
-        group, first, start, size = _group_of(sizes_ptr, t, group, first, start, size, B, M, E, BM, COLUMNS)
+        group, first, start, size = group_of(sizes_ptr, t, group, first, start, size, B, M, E, BM, COLUMNS)
         row, column = place(t - first, size, BM, COLUMNS, tile.SWIZZLE)
         e = group % (E + 1)
         index = e
@@ -210,7 +210,7 @@ def _rows(ptr, rows, K: gl.constexpr, BM: gl.constexpr, BK: gl.constexpr):
 
 
 @gluon.jit
-def _number_of_tiles(sizes_ptr, B, M, E, BM: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_E: gl.constexpr):
+def number_of_tiles(sizes_ptr, B, M, E, BM: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_E: gl.constexpr):
     e = gl.arange(0, BLOCK_E, gl.BlockedLayout([1], [32], [4], [0]))  # [BLOCK_E]
     total = 0
     for b in range(B):
@@ -237,7 +237,7 @@ def hopper_products_kernel(
     ROWS: gl.constexpr = rows_of(BLOCK_M, ALTERNATING)
     STORED: gl.constexpr = columns_at_once(ROWS, BLOCK_N)
     # Sizes of groups are data, so the number of tiles is counted here.
-    total = _number_of_tiles(sizes_ptr, B, M, E, BLOCK_M, COLUMNS, BLOCK_E)
+    total = number_of_tiles(sizes_ptr, B, M, E, BLOCK_M, COLUMNS, BLOCK_E)
     # Descriptors; those that the call does not need are others.
     matrices = B * E if MAPPED else E
     lhs_desc = _rows(lhs_ptr, B * M, K, BLOCK_M, BLOCK_K)
