@@ -1,6 +1,7 @@
 """The entries of a `config.json`: the type and the bounds of each, in one table, checked where an entry is read."""
 
 import math
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -73,19 +74,19 @@ _NAMES: tuple[tuple[_Kind, str], ...] = (
         "short_conv_kernel_size linear_num_key_heads linear_num_value_heads linear_key_head_dim "
         "linear_value_head_dim linear_conv_kernel_dim linear_head_dim linear_num_heads "
         "moe_intermediate_size shared_expert_intermediate_size num_experts_per_tok default_num_experts "
-        "n_group topk_group full_attention_interval sliding_window_pattern",
+        "n_group topk_group full_attention_interval sliding_window_pattern no_rope_layer_interval",
     ),
     (
         _COUNT,
         "num_experts num_local_experts n_routed_experts n_shared_experts decoder_sparse_step "
-        "first_k_dense_replace moe_layer_freq max_window_layers",
+        "first_k_dense_replace moe_layer_freq max_window_layers num_nextn_predict_layers",
     ),
     (_integers(1, 2**40), "sliding_window"),
     (_either(_SIZE, _AUTO), "time_step_rank"),
     (_LENGTH, "max_position_embeddings original_max_position_embeddings"),
     (_either(_TOKEN, _lists(_TOKEN)), "eos_token_id"),
-    (_lists(_INDEX), "mlp_only_layers kda_layers layers mrope_section"),
-    (_lists(_TEXT), "layer_types modules_to_not_convert ignored_layers ignore targets"),
+    (_lists(_INDEX), "mlp_only_layers kda_layers layers mrope_section no_rope_layers"),
+    (_lists(_TEXT), "layer_types mlp_layer_types modules_to_not_convert ignored_layers ignore targets"),
     (
         _TEXT,
         "model_type hidden_act hidden_activation dtype torch_dtype rope_type type topk_method "
@@ -94,7 +95,7 @@ _NAMES: tuple[tuple[_Kind, str], ...] = (
     ),
     (
         _FLAG,
-        "attention_bias mlp_bias qkv_bias use_bias use_conv_bias tie_word_embeddings use_sliding_window "
+        "mla_use_nope attention_bias attention_out_bias mlp_bias qkv_bias use_bias use_qk_norm use_conv_bias tie_word_embeddings use_sliding_window "
         "use_bidirectional_attention attn_output_gate rope_interleave scale_attn_weights "
         "scale_attn_by_inverse_layer_idx norm_topk_prob truncate use_short_conv use_output_gate "
         "elementwise_affine use_gk use_gv mrope_interleaved zero_point sym desc_act symmetric is_marlin_format",
@@ -112,9 +113,10 @@ _NAMES: tuple[tuple[_Kind, str], ...] = (
         _POSITIVE,
         "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping clip_qkv factor "
         "attention_factor beta_fast beta_slow low_freq_factor high_freq_factor short_mscale long_mscale "
-        "expand expand_k expand_v routed_scaling_factor swiglu_limit swiglu_alpha",
+        "expand expand_k expand_v routed_scaling_factor swiglu_limit swiglu_alpha embedding_multiplier "
+        "logits_scaling residual_multiplier attention_multiplier",
     ),
-    (_UP_FROM_ZERO, "mscale mscale_all_dim"),
+    (_UP_FROM_ZERO, "mscale mscale_all_dim llama_4_scaling_beta"),
     (_lists(_POSITIVE), "short_factor long_factor"),
     (_lists(_numbers(0.0, math.inf), 2), "time_step_limit"),
     (
@@ -129,6 +131,7 @@ FIELDS = {name: kind for kind, names in _NAMES for name in names.split()}
 # Numbers that are computed with; elsewhere null says that there is none.
 _NEVER_NULL = frozenset(
     "max_window_layers sliding_window_pattern full_attention_interval routed_scaling_factor swiglu_limit swiglu_alpha "
+    "no_rope_layer_interval embedding_multiplier logits_scaling residual_multiplier attention_multiplier "
     "rms_norm_eps layer_norm_epsilon norm_eps mixer_rms_eps linear_head_dim linear_num_heads linear_conv_kernel_dim "
     "full_attn_alpha_factor full_attn_beta_factor linear_attn_alpha_factor linear_attn_beta_factor mlp_alpha_factor "
     "mlp_beta_factor".split()
@@ -173,6 +176,10 @@ class Entries(Mapping[str, Any]):
     def raw(self, name: str) -> Any:
         """An entry unchecked, whatever its name: the keys of an object may be those of the model."""
         return self._config.get(name)
+
+    def changed(self, **entries: Any) -> "Entries":
+        """The same entries, but for these."""
+        return Entries(ChainMap(entries, self._config), self._path, self._defaults)
 
     def known(self) -> dict[str, Any]:
         """All entries but nulls: checked if the table has them."""

@@ -130,6 +130,7 @@ class DecoderConfig:
     - `logits_soft_cap`: $c$ of $c \\tanh(\\mathrm{logits} / c)$; default none.
     - `unit_offset_norms`: whether the published norms are stored as `weight - 1` (Gemma, Qwen3-Next). For loading only.
     - `stop_tokens`: the tokens with which a text ends; the default of `generate`.
+    - `logits_scale`: what logits are multiplied by (Granite, Cohere).
     """
 
     vocab_size: int
@@ -141,6 +142,7 @@ class DecoderConfig:
     logits_soft_cap: float | None = None
     unit_offset_norms: bool = False
     stop_tokens: tuple[int, ...] = ()
+    logits_scale: float = 1.0
 
     def __post_init__(self):
         check_sizes(vocab_size=self.vocab_size, embed_dim=self.embed_dim)
@@ -151,6 +153,7 @@ class DecoderConfig:
             )
         check_eps(norm_eps=self.norm_eps)
         check_numbers(embedding_scale=self.embedding_scale, logits_soft_cap=self.logits_soft_cap)
+        check_numbers(logits_scale=self.logits_scale)
         check_flags(tie_embeddings=self.tie_embeddings, unit_offset_norms=self.unit_offset_norms)
 
     def stacks(self) -> tuple[tuple[int, int, int], ...]:

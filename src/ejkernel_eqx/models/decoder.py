@@ -303,6 +303,8 @@ class Decoder(Module):
         """Float32 logits `[..., vocabulary]` of features `[..., E]`."""
         weight = self.embedding if self.head is None else self.head.weight
         logits = logits_of(weight, x)
+        if (scale := self.config.logits_scale) != 1:
+            logits = scale * logits
         cap = self.config.logits_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
@@ -322,6 +324,8 @@ class Decoder(Module):
         - `token_weights`: `[...]`, default ones.
         """
         weight = dequantise(self.embedding if self.head is None else self.head.weight)
+        if (scale := self.config.logits_scale) != 1:
+            x = x * jnp.asarray(scale, x.dtype)
         return self.cross_entropy(x, labels, weight, token_weights=token_weights)
 
     def _check_statistics(self, wanted: Any, cache: Any) -> None:

@@ -29,6 +29,13 @@ _NORM_NAMES = {
     ),
 }
 
+_GLM4_NORMS = (
+    "input_layernorm",
+    "post_self_attn_layernorm",
+    "post_attention_layernorm",
+    "post_mlp_layernorm",
+)
+
 
 def filled_decoder(model: Any, weights: Any) -> Any:
     """The model with published weights, read a layer at a time."""
@@ -120,6 +127,8 @@ def _written(index: Any, x: Any, buffer: Any) -> Any:
 
 def _filled_layer(layer: Any, view: Any) -> Any:
     names = ("norm", None, None, None) if layer.mlp is None else _NORM_NAMES[layer.config.norms]
+    if view.has("post_self_attn_layernorm.weight"):
+        names = _GLM4_NORMS
     mlp = _first(view, ("mlp", "block_sparse_moe"))
     fields = dict(zip(_NORM_FIELDS, names)) | {"mixer": _first(view, _MIXERS), "mlp": mlp}
     there = [field for field, name in fields.items() if name and getattr(layer, field) is not None]

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 from .._entries import Entries, entries_of, shown
 from .._errors import CheckpointError
+from .._signatures import nearest
 from ..weights import recurrent_configs
 from ..weights.attention_configs import attention_options, default_type
-from ..weights.configs import ACTIVATIONS, layer_type, text_entries, unit_offset_norms
+from ..weights.configs import ACTIVATIONS, ALIASES, layer_type, text_entries, unit_offset_norms
 from ..weights.expert_configs import experts_of, mixture_of_experts_options
 from ..weights.latent_configs import latent_attention_options
 from .config import DecoderConfig, LayerConfig, MLPConfig, MoEConfig, Norms
@@ -33,6 +34,7 @@ _EPS = {"rms_norm_eps": 1e-5}
 _TIED = {"tie_word_embeddings": True}
 _GEMMA3 = {"vocab_size": 262_208, "hidden_size": 2304, "num_hidden_layers": 26, "intermediate_size": 9216}
 _MAMBA = {"vocab_size": 50_280, "hidden_size": 768, "num_hidden_layers": 32, "layer_norm_epsilon": 1e-5}
+_QWEN3_5_MOE = {"full_attention_interval": 4, "intermediate_size": 512}  # of no layer, as all have experts
 
 FAMILIES: dict[str, _Family] = {
     "llama": _Family(),
@@ -56,6 +58,19 @@ FAMILIES: dict[str, _Family] = {
     "mamba2": _Family(recurrent="mamba2", has_mlp=False, defaults=_MAMBA),
     "qwen3_next": _Family(recurrent="gated_delta_net", defaults={"full_attention_interval": 4}),
     "minimax": _Family("residual", recurrent="lightning_attention", defaults=_EPS),
+    "minimax_m2": _Family(),
+    "qwen3_5_text": _Family(recurrent="gated_delta_net", defaults={"full_attention_interval": 4}),
+    "qwen3_5_moe_text": _Family(recurrent="gated_delta_net", defaults=_QWEN3_5_MOE),
+    "glm4": _Family("around", defaults={"rms_norm_eps": 1.5625e-7}),
+    "glm4_moe": _Family(defaults=_EPS),
+    "glm4_moe_lite": _Family(attention="latent_attention", defaults=_EPS),
+    "smollm3": _Family(defaults=_TIED),
+    "olmo3": _Family("post", defaults=_EPS),
+    "seed_oss": _Family(),
+    "exaone4": _Family("post", defaults=_EPS),
+    "granite": _Family(),
+    "ministral3": _Family(defaults=_EPS),
+    "kimi_linear": _Family(attention="latent_attention", recurrent="kimi_delta_attention", defaults=_EPS),
 }
 """The published models that a `Decoder` can be, by the `model_type` of their configuration."""
 
@@ -79,11 +94,15 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         )
     kind = entries.get("model_type")
     if kind not in FAMILIES:
+        known = sorted({*FAMILIES, *ALIASES})
         raise ValueError(
-            f"model_type: expected one of {', '.join(sorted(FAMILIES))}, received {shown(kind)}; build a DecoderConfig by hand."
+            f"model_type: expected one of {', '.join(known)}, received {shown(kind)}{nearest(kind, known)} With the layers of one of "
+            "these, it is a row of ejx.models.FAMILIES, as models/README.md describes; otherwise build a DecoderConfig by hand."
         )
     family = FAMILIES[kind]
-    entries = entries.over(family.defaults)
+    # The outer configuration decides, as transformers has the head there.
+    tied = whole.get("tie_word_embeddings")
+    entries = (entries if tied is None else entries.changed(tie_word_embeddings=tied)).over(family.defaults)
     _check_needed(entries, family)
     layers = tuple(_layer(entries, family, index) for index in range(entries["num_hidden_layers"]))
     width = entries["hidden_size"]
@@ -92,11 +111,14 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         width,
         layers,
         norm_eps=entries.get("rms_norm_eps", entries.get("layer_norm_epsilon", 1e-6)),
-        embedding_scale=math.sqrt(width) if family.scaled_embedding else 1.0,
+        embedding_scale=math.sqrt(width)
+        if family.scaled_embedding
+        else entries.get("embedding_multiplier", 1.0),
         tie_embeddings=bool(entries.get("tie_word_embeddings", False)),
         logits_soft_cap=entries.get("final_logit_softcapping"),
         unit_offset_norms=unit_offset_norms(entries),
         stop_tokens=stop_tokens(entries) or stop_tokens(whole),
+        logits_scale=1 / entries.get("logits_scaling", 1.0),
     )
 
 
@@ -120,6 +142,7 @@ def stop_tokens(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 _BIDIRECTIONAL_PROMPTS = ("paligemma", "colpali")
+_MLP_BIASES = ("granite", "llama", "seed_oss", "smollm3")
 _NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers")
 _OPTIONS = {
     "attention": attention_options,
@@ -127,6 +150,7 @@ _OPTIONS = {
     "mamba1": recurrent_configs.mamba1_options,
     "mamba2": recurrent_configs.mamba2_options,
     "gated_delta_net": recurrent_configs.gated_delta_net_options,
+    "kimi_delta_attention": recurrent_configs.kimi_delta_attention_options,
     "lightning_attention": recurrent_configs.lightning_attention_options,
 }
 _PLACE = ("embed_dim", "layer_index", "num_layers")  # which the decoder says itself
@@ -153,6 +177,8 @@ def _layer(config: Entries, family: _Family, index: int) -> LayerConfig:
         float(config.get(f"{name}_{part}_factor", 1)) for part in ("alpha", "beta")
     )
     mlp = _mlp(config, index) if family.has_mlp else None
+    if (scale := config.get("residual_multiplier", 1.0)) != 1:  # Granite
+        return LayerConfig(mixer, options, mlp, family.norms, (1.0, scale), (1.0, scale))
     return LayerConfig(mixer, options, mlp, family.norms, scales(branch), scales("mlp"))
 
 
@@ -173,7 +199,7 @@ def _mlp(config: Entries, index: int) -> MLPConfig | MoEConfig:
         raise ValueError(
             f"hidden_act: expected one of {', '.join(ACTIVATIONS)}, received {name!r}; build a DecoderConfig by hand."
         )
-    has_bias = config["model_type"] == "llama" and bool(config.get("mlp_bias", False))
+    has_bias = config["model_type"] in _MLP_BIASES and bool(config.get("mlp_bias", False))
     return MLPConfig(config["intermediate_size"], ACTIVATIONS[name], has_bias)  # pyright: ignore[reportArgumentType]
 
 

@@ -33,6 +33,7 @@ from .attention_inputs import (
     check_pages,
     head_dim_of,
     read_biases,
+    read_temperature,
     window_of,
 )
 from .attention_places import keys_of, locate, Places, places_over_pages
@@ -89,6 +90,7 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
     norm_over_all: bool = eqx.field(static=True)
     alibi: tuple[float, ...] | None = eqx.field(static=True)
     output_gate: bool = eqx.field(static=True)
+    temperature: tuple[float, int, int] | None = eqx.field(static=True)
     compute_dtype: str | None = eqx.field(static=True)
 
     def __init__(
@@ -114,6 +116,7 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         softmax_scale: float | None = None,
         sinks: bool = False,
         output_gate: bool = False,
+        temperature: tuple[float, int, int] | None = None,
         dropout_rate: float = 0.0,
         deterministic: bool = False,
         sequence_axis: str | None = None,
@@ -148,6 +151,8 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         - `sinks`: whether each head has a learned logit that joins the denominator of the softmax (GPT-OSS).
         - `output_gate`: whether the outputs of the heads are multiplied elementwise by $\sigma(g)$, with $g$ a projection of the input to
             `H * V` features (Qwen3-Next). The rows of the gate are part of `q_proj`, head by head.
+        - `temperature`: $(s, n, o)$, by which queries at position $p$ are multiplied by $1 + s \ln(1 + \lfloor (p + o) / n \rfloor)$ after the
+            rotation (Ministral 3, Llama 4); default none.
         - `sequence_axis`: a mesh axis that the tokens are split over. Calls without a cache then run [`ejkernel_eqx.RingAttention`][]: under `jit` on
             whole rows, inside `jax.shard_map` on one device's tokens. Those with a cache are as without it.
         - `token_order`: the `order` of `RingAttention`, with `sequence_axis`. In zigzag order `padding_mask`, `segment_ids`, `positions`, `mask` and
@@ -209,6 +214,7 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.head_dim, self.v_head_dim = head_dim, v_head_dim
         self.output_gate, self.compute_dtype = output_gate, parts.compute_dtype
+        self.temperature = read_temperature(temperature, rope, sequence_axis)
 
     @classmethod
     def from_equinox(
@@ -511,7 +517,8 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         q, k, v = projected(self.matmul, x, norm, self._projections(), self._widths())
         norms = plain_norms(self.q_norm, self.k_norm, self.norm_over_all)
         rope, rotary_heads = self.rope, self.rotary_heads
-        if rotary_heads is None or norms is None or not isinstance(rope, RotaryEmbedding) or self.output_gate:
+        is_plain = norms is not None and not self.output_gate and self.temperature is None
+        if rotary_heads is None or not is_plain or not isinstance(rope, RotaryEmbedding):
             return self._split(q, k, v, places)
         # Another rotation may have been put in the place of the first.
         if rope.interleaved != rotary_heads.spec.interleaved:
@@ -533,6 +540,8 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
             for name, norm, x in (("q", self.q_norm, q), ("k", self.k_norm, k))
         )
         q, k = places.turn(self.rope, q), places.turn(self.rope, k)
+        if self.temperature is not None:
+            q = places.tempered(self.temperature, q)
         return q, k, v, None if gate is None else merge_heads(gate)
 
     def _finish(self, out: Array, gate: Array | None, residual: Array | None = None) -> Array:

@@ -13,10 +13,12 @@ from ..rotary import check_positions, RotaryChoice, RotaryEmbedding
 from .arguments import (
     check_flags,
     check_key,
+    check_numbers,
     check_tokens,
     read_array,
     read_features,
     read_packed,
+    read_sizes,
     read_tokens,
 )
 from .kv_cache import KVCache
@@ -88,6 +90,24 @@ def read_biases(use_qkv_bias: Any) -> tuple[bool, bool, bool]:
             "static flags."
         )
     return flags
+
+
+def read_temperature(value: Any, rope: Any, sequence_axis: str | None) -> tuple[float, int, int] | None:
+    if value is None:
+        return None
+    if not isinstance(value, tuple) or len(value) != 3:
+        raise ValueError(
+            f"temperature: expected a strength, a length and an offset, received {value!r}; (0.1, 8192, 1) is one."
+        )
+    strength, length, ahead = value
+    check_numbers(temperature=strength)
+    (length,) = read_sizes(temperature=length)
+    if (rope is None and sequence_axis is not None) or (rope is not None and rope.num_axes is not None):
+        raise ValueError(
+            "temperature: expected None with sequence_axis and no rotation, or with positions along several axes, received one; it takes the "
+            "positions of the rotation."
+        )
+    return float(strength), length, int(ahead)
 
 
 def check_call(layer: Any, x: Any, cache: Any, given: CallInputs) -> tuple[CallInputs, Array]:

@@ -11,6 +11,7 @@ from .._shapes import AnyArray
 from ..core.arguments import accumulator
 from ..paged import RaggedBatch
 from ..rotary import RotaryChoice, RotaryEmbedding
+from ..rotary.positions import count_from
 from ..sequences import cu_seqlens_to_segment_ids, positions_from_cu_seqlens
 from .attention_inputs import CallInputs
 from .kv_cache import KVCache
@@ -42,6 +43,16 @@ class Places(NamedTuple):
         if rope is None:
             return x
         return rope(x, self.positions, offset=self.offset, lengths=self.lengths)
+
+    def tempered(self, temperature: tuple[float, int, int], q: Array) -> Array:
+        """Queries `[..., T, H, D]`, times what depends on their positions."""
+        strength, length, ahead = temperature
+        at = self.positions
+        at = count_from(self.offset, q.shape[:-3], q.shape[-3]) if at is None else at
+        at = jnp.broadcast_to(at, q.shape[:-2])
+        times = (jnp.maximum(at, 0) + ahead) // length  # padding on the left has negative positions
+        factor = 1 + strength * jnp.log1p(times.astype(accumulator(q.dtype)))
+        return (q * factor[..., None, None]).astype(q.dtype)
 
     def tables(self, rope: RotaryEmbedding, x: Array) -> tuple[Array, Array]:
         """Cosines and sines for `x [..., T, H, D]`, `[..., T, R / 2]`."""

@@ -3,10 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
+from .._entries import Entries
 from ..rotary import RotaryEmbedding
-from .configs import check_type, Config, head_width, layer_type, read_model, refuse, take
+from .configs import check_type, Config, head_width, kimi_layer_type, layer_type, read_model, refuse, take
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_ORIGINAL = "original_max_position_embeddings"
+_INTERLEAVED = ("glm4",)
 _LAYER = "MultiHeadAttention"
 
 
@@ -40,28 +43,49 @@ def attention_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
     # Options of the type come after the general ones, which they may replace.
     if kind in _OTHERS:
         options |= _OTHERS[kind](config, layer_index)
-    # GPT-2 learns its positions as embeddings and rotates nothing.
-    if kind != "gpt2":
-        options["rope"] = RotaryEmbedding.from_config(config, layer_type=found)
+    if _rotates(config, layer_index, found):
+        interleaved = kind in _INTERLEAVED
+        options["rope"] = RotaryEmbedding.from_config(
+            _rotation(config), layer_type=found, interleaved=interleaved
+        )
     return options
+
+
+def _rotates(config: Entries, index: int, found: str) -> bool:
+    kind, listed = config["model_type"], config.get("no_rope_layers")
+    if kind == "smollm3":  # where 0 stands for none
+        if listed and index >= len(listed):
+            raise config.wrong("no_rope_layers", f"a number for each layer, also for layer {index}")
+        return bool(listed[index] if listed else (index + 1) % config["no_rope_layer_interval"])
+    if kind == "exaone4":
+        return found == _SLIDING or config.get("sliding_window") is None
+    return kind != "gpt2"  # which learns its positions as embeddings
 
 
 def default_type(config: Config, index: int) -> str:
     """The type of a layer in a configuration that lists none."""
-    kind = config["model_type"]
+    kind, has_window = config["model_type"], config.get("sliding_window") is not None
+    by_pattern = (index + 1) % config.get("sliding_window_pattern", 1) != 0
+    by_interval = (index + 1) % config.get("full_attention_interval", 1) != 0
     sliding = {
         "gemma2": index % 2 == 0,
         "gpt_oss": index % 2 == 0,
-        "gemma3_text": (index + 1) % config.get("sliding_window_pattern", 1) != 0,
+        "gemma3_text": by_pattern,
+        "olmo3": (index + 1) % 4 != 0,
+        "exaone4": has_window and by_pattern,
+        "smollm3": kind == "smollm3" and has_window and not _rotates(config, index, _FULL),
         "qwen2": index >= config.get("max_window_layers", 0),
         "qwen2_moe": index % 2 == 0 and index < config.get("max_window_layers", 0),
         "qwen3": index >= config.get("max_window_layers", 0),
     }
     linear = {
-        "qwen3_next": (index + 1) % config.get("full_attention_interval", 1) != 0,
-        "qwen3_5_text": (index + 1) % config.get("full_attention_interval", 1) != 0,
+        "qwen3_next": by_interval,
+        "qwen3_5_text": by_interval,
+        "qwen3_5_moe_text": by_interval,
         "minimax": index % 2 == 1,
     }
+    if kind == "kimi_linear":
+        return kimi_layer_type(config, index)
     if linear.get(kind, False):
         return "linear_attention"
     return _SLIDING if sliding.get(kind, False) else _FULL
@@ -70,9 +94,9 @@ def default_type(config: Config, index: int) -> str:
 def _window(config: Config, found: str) -> int | None:
     kind, window = config["model_type"], config.get("sliding_window")
     # Qwen publishes a window also where it is switched off.
-    if kind.startswith("qwen") and not config.get("use_sliding_window", False):
+    if kind.startswith(("qwen", "smollm3")) and not config.get("use_sliding_window", False):
         return None
-    if kind in ("mistral", "mixtral", "phi3", "minimax", "qwen3_moe"):  # all layers alike
+    if kind in ("mistral", "ministral3", "mixtral", "phi3", "minimax", "qwen3_moe"):  # all layers alike
         return window
     return window if found == _SLIDING else None
 
@@ -85,7 +109,9 @@ def _biases(config: Config) -> tuple[bool, bool]:
     if kind == "qwen2_moe":
         return bool(config["qkv_bias"]), False
     has_all = bool(config.get("attention_bias", False))
-    return has_all, has_all
+    if kind in ("glm4", "glm4_moe"):
+        return has_all, False
+    return has_all, bool(config["attention_out_bias"]) if kind == "seed_oss" else has_all
 
 
 def _qk_norm(config: Config, layer_index: int) -> dict[str, Any]:
@@ -130,25 +156,57 @@ def _olmoe(config: Config, layer_index: int) -> dict[str, Any]:
     return _olmo2(config, layer_index)
 
 
+def _glm4_moe(config: Config, layer_index: int) -> dict[str, Any]:
+    return _qk_norm(config, layer_index) if config["use_qk_norm"] else {}
+
+
+def _granite(config: Config, layer_index: int) -> dict[str, Any]:
+    return {"softmax_scale": float(config["attention_multiplier"])}
+
+
+def _ministral3(config: Entries, layer_index: int) -> dict[str, Any]:
+    take(config, "rope_scaling", "rope_parameters")
+    entries = config.inner("rope_scaling" if config.get("rope_scaling") else "rope_parameters")
+    strength = entries.get("llama_4_scaling_beta")
+    return {"temperature": (strength, take(entries, _ORIGINAL), 0)} if strength else {}
+
+
+def _rotation(config: Entries) -> Entries:
+    """The configuration without what stands among the entries of the rotation and is none."""
+    if config["model_type"] != "ministral3":
+        return config
+    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    others = ("llama_4_scaling_beta", "max_position_embeddings")
+    return config.changed(**{name: {key: config[name][key] for key in config[name] if key not in others}})
+
+
 def _qwen3_next(config: Config, layer_index: int) -> dict[str, Any]:
     refuse(config, attn_output_gate=True)
     return _qk_norm(config, layer_index) | {"output_gate": True}
 
 
 _BIASES = {"gpt2": (True, True), "qwen2": (True, False)}
-_BIASES |= dict.fromkeys(("minimax", "mistral", "mixtral", "phi3"), (False, False))
+_NO_BIAS = ("exaone4", "minimax", "minimax_m2", "ministral3", "mistral", "mixtral", "phi3")
+_BIASES |= dict.fromkeys(_NO_BIAS, (False, False))
 """The biases of models whose configuration does not say it."""
-_OTHERS: dict[str, Callable[[Config, int], dict[str, Any]]] = {
+_OTHERS: dict[str, Callable[[Entries, int], dict[str, Any]]] = {
+    "exaone4": _qk_norm,
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
+    "glm4_moe": _glm4_moe,
     "gpt2": _gpt2,
     "gpt_oss": _gpt_oss,
+    "granite": _granite,
+    "minimax_m2": _olmo2,
+    "ministral3": _ministral3,
     "olmo2": _olmo2,
+    "olmo3": _olmo2,
     "olmoe": _olmoe,
     "qwen3": _qk_norm,
     "qwen3_moe": _qk_norm,
     "qwen3_next": _qwen3_next,
     "qwen3_5_text": _qwen3_next,
+    "qwen3_5_moe_text": _qwen3_next,
 }
 """The other options of models by their type."""

@@ -5,7 +5,17 @@ from collections.abc import Callable
 from typing import Any
 
 from .._entries import Entries
-from .configs import check_type, Config, head_width, layer_type, read_model, refuse, take, taken
+from .configs import (
+    check_type,
+    Config,
+    head_width,
+    kimi_layer_type,
+    layer_type,
+    read_model,
+    refuse,
+    take,
+    taken,
+)
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
 
@@ -63,13 +73,7 @@ def lightning_attention_options(config: Config, layer_index: int = 0) -> dict[st
 
 def kimi_delta_attention_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
     """The arguments of `KimiDeltaAttention` (`kimi_linear`)."""
-
-    def default(config: Entries, index: int) -> str:
-        layers = config.inner("linear_attn_config").get("kda_layers")  # counted from 1
-        is_linear = not index or index % 4 if layers is None else index + 1 in layers
-        return _LINEAR if is_linear else _FULL
-
-    config = _read(config, layer_index, "KimiDeltaAttention", default)
+    config = _read(config, layer_index, "KimiDeltaAttention", kimi_layer_type)
     nested = config.inner("linear_attn_config")
     return {
         **taken(config, "embed_dim=hidden_size norm_eps=rms_norm_eps"),

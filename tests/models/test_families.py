@@ -1,0 +1,162 @@
+"""Published families beyond their logits: texts from caches, pages, a training step; and what their entries mean."""
+
+import functools
+import tempfile
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejkernel_eqx as ejx
+from tests.models.cases import GOLDEN, tokens
+from tests.models.test_decoder import Served
+from tests.models.test_published import folder_of
+
+KINDS = [kind for kind in GOLDEN if "greedy" in GOLDEN[kind]]
+# Layers without a rotation beside windows; states beside gated attention.
+CHEAP = ("exaone4", "qwen3_5_text")
+each = pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in CHEAP else pytest.mark.slow) for kind in KINDS]
+)
+
+
+@functools.cache
+def model_of(kind: str) -> ejx.models.Decoder:
+    with tempfile.TemporaryDirectory() as folder:
+        return ejx.models.from_pretrained(folder_of(kind, Path(folder)), dtype="float32")
+
+
+@each
+def test_greedy_texts_with_padding_on_either_side(kind):
+    """They are those of whole passes of `transformers`."""
+    rows, (long, short) = tokens(), GOLDEN[kind]["greedy"]
+    padded, real = np.zeros((3, 13), np.int32), np.zeros((3, 13), bool)
+    for row, (source, first, count) in enumerate(((0, 0, 13), (1, 6, 7), (1, 2, 7))):
+        padded[row, first : first + count], real[row, first : first + count] = rows[source, :count], True
+    texts = ejx.models.generate(
+        model_of(kind), jnp.asarray(padded), padding_mask=jnp.asarray(real), max_new_tokens=5, stop_tokens=()
+    )
+    assert texts.tokens.tolist() == [long, short, short]
+
+
+@each
+def test_pages_are_the_whole(kind):
+    served = Served(model_of(kind), tokens()[:, :9])
+    for counts in ((5, 3), (1, 1), (3, 5)):
+        served.step(*enumerate(counts))
+    served.agrees()
+
+
+@each
+def test_a_training_step_is_finite(kind):
+    def loss(model, rows):
+        return model.loss(model.features(rows[:, :-1]), rows[:, 1:])
+
+    model, rows = model_of(kind), jnp.asarray(tokens())
+    value, grads = eqx.filter_jit(eqx.filter_value_and_grad(loss))(model, rows)
+    logits = jax.nn.log_softmax(eqx.filter_jit(model)(rows)[:, :-1])
+    expected = -jnp.mean(jnp.take_along_axis(logits, rows[:, 1:, None], axis=-1))
+    assert abs(float(value - expected)) < 1e-5 * abs(float(expected))
+    for path, grad in jax.tree_util.tree_leaves_with_path(grads):
+        assert bool(jnp.isfinite(grad).all()), jax.tree_util.keystr(path)
+        assert "weight" not in str(path[-1]) or bool(jnp.any(grad != 0)), jax.tree_util.keystr(path)
+
+
+QWEN3 = {
+    "model_type": "qwen3",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "intermediate_size": 48,
+}
+QWEN3 |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
+
+
+def test_a_model_under_another_name():
+    config, read = GOLDEN["deepseek_v3"]["config"], ejx.models.decoder_config
+    assert read(config | {"model_type": "kimi_k2"}) == read(config)
+    nested = {"model_type": "kimi_k25", "text_config": config | {"model_type": "kimi_k2"}}
+    assert read(nested) == read(config)
+    # As before transformers 4.52, beside the entries of the vision model.
+    vision = GOLDEN["qwen2_5_vl_text"]["config"]["text_config"]
+    flat = vision | {"model_type": "qwen2_5_vl", "vision_config": {"depth": 2}}
+    assert read(flat) == read(GOLDEN["qwen2_5_vl_text"]["config"])
+    left_out = {"model_type": "qwen3_vl_text", "text_config": None}
+    assert read(QWEN3 | left_out) == read(QWEN3 | {"rope_theta": 5e5})
+
+
+def test_an_unknown_name_is_told_the_nearest_one():
+    with pytest.raises(
+        ValueError, match=r"received 'qwen4'; did you mean qwen[23]\? .*a row of ejx.models.FAMILIES"
+    ):
+        ejx.models.decoder_config(QWEN3 | {"model_type": "qwen4"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope"),
+        ("kimi_linear", {"moe_router_activation_func": "softmax"}, "scoring_func"),
+        ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func"),
+        ("ministral3", {"rope_parameters": None}, "'rope_scaling' or 'rope_parameters'"),
+        (
+            "llama",
+            {"rope_parameters": GOLDEN["ministral3"]["config"]["rope_parameters"]},
+            "llama_4_scaling_beta",
+        ),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers: expected"),
+    ],
+)
+def test_entries_that_would_change_numbers_are_refused(kind, change, message):
+    with pytest.raises(ValueError, match=message):
+        ejx.models.decoder_config(GOLDEN[kind]["config"] | change)
+
+
+def test_layers_without_a_rotation():
+    ropes = lambda config: [
+        dict(layer.options).get("rope") is not None for layer in ejx.models.decoder_config(config).layers
+    ]
+    small = GOLDEN["smollm3"]["config"]
+    assert ropes(small) == [True, False, True]
+    assert ropes(
+        {k: v for k, v in small.items() if k != "no_rope_layers"} | {"no_rope_layer_interval": 3}
+    ) == [True, True, False]
+    exaone = GOLDEN["exaone4"]["config"]
+    assert ropes(exaone) == [True, False, True]
+    assert ropes(exaone | {"sliding_window": None}) == [True] * 3
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
+    extra = {
+        "model.layers.3.eh_proj.weight": np.ones((2, 2), np.float32),
+        "mtp.fc.weight": np.ones(2, np.float32),
+    }
+    with pytest.raises(ejx.CheckpointError, match=r"nothing takes its 'model\.layers\.3\.eh_proj"):
+        ejx.models.from_pretrained(folder_of("glm4", tmp_path, change=extra))
+    ejx.models.from_pretrained(folder_of("glm4", tmp_path, change=extra, num_nextn_predict_layers=1))
+
+
+def test_text_positions_of_several_axes_are_those_of_one():
+    """Also where each row begins elsewhere, and there are as many rows as axes."""
+    x = jax.random.normal(jax.random.key(0), (3, 5, 2, 8))
+    plain, axes = ejx.nn.RotaryEmbedding(8), ejx.nn.RotaryEmbedding(8, mrope_section=(1, 1, 2))
+    offset = jnp.asarray([0, 4, -2])
+    np.testing.assert_array_equal(axes(x, offset=offset), plain(x, offset=offset))
+
+
+def test_queries_grow_with_their_positions():
+    """At chosen positions, and by what is before them in a cache."""
+    options = {"num_heads": 2, "rope": ejx.nn.RotaryEmbedding(8), "key": jax.random.key(1)}
+    layer = ejx.nn.MultiHeadAttention(16, temperature=(0.5, 4, 1), **options)
+    plain, x = ejx.nn.MultiHeadAttention(16, **options), jax.random.normal(jax.random.key(0), (1, 9, 16))
+    out, _ = layer(x[:, 8:], layer(x[:, :8], layer.init_cache(1, 12))[1])
+    np.testing.assert_allclose(out, layer(x)[:, 8:], atol=1e-5)
+    # The last query is that of the plain layer, times 1 + 0.5 log(1 + 2).
+    factor = 1 + 0.5 * np.log(3)
+    scaled = eqx.tree_at(lambda m: m.q_proj.weight, plain, plain.q_proj.weight * factor)
+    np.testing.assert_allclose(layer(x)[:, 8], scaled(x)[:, 8], atol=1e-5)
+    with pytest.raises(ValueError, match="temperature: expected"):
+        ejx.nn.MultiHeadAttention(16, temperature=(0.5, 0, 1), **options)
