@@ -95,7 +95,8 @@ _NAMES: tuple[tuple[_Kind, str], ...] = (
     ),
     (
         _FLAG,
-        "mla_use_nope attention_bias attention_out_bias mlp_bias qkv_bias use_bias use_qk_norm use_conv_bias tie_word_embeddings use_sliding_window "
+        "qk_layernorm mla_use_nope "
+        "attention_bias attention_out_bias mlp_bias qkv_bias use_bias use_qk_norm use_conv_bias tie_word_embeddings use_sliding_window "
         "use_bidirectional_attention attn_output_gate rope_interleave scale_attn_weights "
         "scale_attn_by_inverse_layer_idx norm_topk_prob truncate use_short_conv use_output_gate "
         "elementwise_affine use_gk use_gv mrope_interleaved zero_point sym desc_act symmetric is_marlin_format",
@@ -106,7 +107,10 @@ _NAMES: tuple[tuple[_Kind, str], ...] = (
     (_either(_integers(-1, -1), _SIZE), "group_size"),
     (_lists(_SIZE, 2), "weight_block_size block_structure"),
     (_either(_FLAG, _TABLE, _TEXT), "dynamic"),
-    (_numbers(0.0, 1.0), "rms_norm_eps layer_norm_epsilon norm_eps mixer_rms_eps"),
+    (
+        _numbers(0.0, 1.0),
+        "rms_norm_eps layer_norm_epsilon norm_eps mixer_rms_eps layer_norm_eps norm_epsilon",
+    ),
     (_THETA, "rope_theta global_rope_theta rotary_emb_base rope_local_base_freq local_rope_theta"),
     (_numbers(1e-6, 1.0), "partial_rotary_factor rotary_pct"),
     (
@@ -114,7 +118,7 @@ _NAMES: tuple[tuple[_Kind, str], ...] = (
         "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping clip_qkv factor "
         "attention_factor beta_fast beta_slow low_freq_factor high_freq_factor short_mscale long_mscale "
         "expand expand_k expand_v routed_scaling_factor swiglu_limit swiglu_alpha embedding_multiplier "
-        "logits_scaling residual_multiplier attention_multiplier",
+        "logits_scaling logit_scale residual_multiplier attention_multiplier",
     ),
     (_UP_FROM_ZERO, "mscale mscale_all_dim llama_4_scaling_beta"),
     (_lists(_POSITIVE), "short_factor long_factor"),
@@ -131,7 +135,7 @@ FIELDS = {name: kind for kind, names in _NAMES for name in names.split()}
 # Numbers that are computed with; elsewhere null says that there is none.
 _NEVER_NULL = frozenset(
     "max_window_layers sliding_window_pattern full_attention_interval routed_scaling_factor swiglu_limit swiglu_alpha "
-    "no_rope_layer_interval embedding_multiplier logits_scaling residual_multiplier attention_multiplier "
+    "no_rope_layer_interval embedding_multiplier logits_scaling logit_scale residual_multiplier attention_multiplier "
     "rms_norm_eps layer_norm_epsilon norm_eps mixer_rms_eps linear_head_dim linear_num_heads linear_conv_kernel_dim "
     "full_attn_alpha_factor full_attn_beta_factor linear_attn_alpha_factor linear_attn_beta_factor mlp_alpha_factor "
     "mlp_beta_factor".split()

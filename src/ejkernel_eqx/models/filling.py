@@ -14,12 +14,13 @@ from ..weights.quantised.values import check_alike, empty_stack, rows_of
 
 _ROOTS = ("model", "backbone", "model.language_model", "language_model.model", "transformer")
 _EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight", "embedding.weight")
-_FINAL_NORMS = ("norm", "norm_f")
+_FINAL_NORMS = ("norm", "norm_f", "final_layernorm")
 _MIXERS = ("self_attn", "linear_attn", "mixer", "attn")
 _NORM_FIELDS = ("mixer_norm", "mixer_out_norm", "mlp_norm", "mlp_out_norm")
 _NORM_NAMES = {
     "pre": ("input_layernorm", None, "post_attention_layernorm", None),
     "residual": ("input_layernorm", None, "post_attention_layernorm", None),
+    "parallel": ("input_layernorm", None, None, None),
     "post": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
     "around": (
         "input_layernorm",
@@ -29,6 +30,7 @@ _NORM_NAMES = {
     ),
 }
 
+_UPS, _DOWNS = ("up_proj", "fc1", "c_fc"), ("down_proj", "fc2", "c_proj")
 _GLM4_NORMS = (
     "input_layernorm",
     "post_self_attn_layernorm",
@@ -138,6 +140,12 @@ def _filled_layer(layer: Any, view: Any) -> Any:
 
 def filled_mlp(mlp: Any, weights: Any) -> Any:
     """Gate and up projection may be one array; a mixture of one expert is that expert."""
+    if mlp.gate_proj is None:
+        new = [
+            fill(mlp.up_proj, weights.at(_first(weights, _UPS))),
+            fill(mlp.down_proj, weights.at(_first(weights, _DOWNS))),
+        ]
+        return eqx.tree_at(lambda m: [m.up_proj, m.down_proj], mlp, new)
     experts = any(name.startswith("experts.") for name in weights.names())
     if experts:
         weights.skip("gate.weight", "router.weight", "router.bias")  # which has one to choose from

@@ -12,7 +12,7 @@ from ..weights.attention_configs import attention_options, default_type
 from ..weights.configs import ACTIVATIONS, ALIASES, layer_type, text_entries, unit_offset_norms
 from ..weights.expert_configs import experts_of, mixture_of_experts_options
 from ..weights.latent_configs import latent_attention_options
-from .config import DecoderConfig, LayerConfig, MLPConfig, MoEConfig, Norms
+from .config import DecoderConfig, LayerConfig, MLPConfig, MoEConfig, Norms, NormType
 
 
 class _Family(NamedTuple):
@@ -25,12 +25,17 @@ class _Family(NamedTuple):
     """The mixer of layers without attention."""
     scaled_embedding: bool = False
     has_mlp: bool = True
+    has_gate: bool = True
+    """Whether its MLPs do."""
+    norm_type: NormType = "rms"
     defaults: Mapping[str, Any] = {}
     """Of entries that published configurations leave out."""
 
 
 _TANH = "gelu_pytorch_tanh"
 _EPS = {"rms_norm_eps": 1e-5}
+_LAYER_EPS = {"layer_norm_eps": 1e-5, "norm_epsilon": 1e-5}
+_EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon")
 _TIED = {"tie_word_embeddings": True}
 _GEMMA3 = {"vocab_size": 262_208, "hidden_size": 2304, "num_hidden_layers": 26, "intermediate_size": 9216}
 _MAMBA = {"vocab_size": 50_280, "hidden_size": 768, "num_hidden_layers": 32, "layer_norm_epsilon": 1e-5}
@@ -69,6 +74,15 @@ FAMILIES: dict[str, _Family] = {
     "seed_oss": _Family(),
     "exaone4": _Family("post", defaults=_EPS),
     "granite": _Family(),
+    "arcee": _Family(has_gate=False, defaults=_EPS | {"hidden_act": "relu2"}),
+    "cohere": _Family("parallel", norm_type="layer_without_bias", defaults=_TIED | _LAYER_EPS),
+    "cohere2": _Family("parallel", norm_type="layer_without_bias", defaults=_TIED | _LAYER_EPS),
+    "phi": _Family(
+        "parallel", has_gate=False, norm_type="layer", defaults=_LAYER_EPS | {"hidden_act": "gelu_new"}
+    ),
+    "starcoder2": _Family(
+        has_gate=False, norm_type="layer", defaults=_TIED | _LAYER_EPS | {"hidden_act": _TANH}
+    ),
     "ministral3": _Family(defaults=_EPS),
     "kimi_linear": _Family(attention="latent_attention", recurrent="kimi_delta_attention", defaults=_EPS),
 }
@@ -110,7 +124,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         entries["vocab_size"],
         width,
         layers,
-        norm_eps=entries.get("rms_norm_eps", entries.get("layer_norm_epsilon", 1e-6)),
+        norm_eps=next((entries[name] for name in _EPSILONS if entries.get(name) is not None), 1e-6),
         embedding_scale=math.sqrt(width)
         if family.scaled_embedding
         else entries.get("embedding_multiplier", 1.0),
@@ -118,7 +132,9 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         logits_soft_cap=entries.get("final_logit_softcapping"),
         unit_offset_norms=unit_offset_norms(entries),
         stop_tokens=stop_tokens(entries) or stop_tokens(whole),
-        logits_scale=1 / entries.get("logits_scaling", 1.0),
+        logits_scale=entries.get("logit_scale", 1 / entries.get("logits_scaling", 1.0)),
+        norm_type=family.norm_type,
+        head_bias=kind == "phi",
     )
 
 
@@ -142,7 +158,7 @@ def stop_tokens(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 _BIDIRECTIONAL_PROMPTS = ("paligemma", "colpali")
-_MLP_BIASES = ("granite", "llama", "seed_oss", "smollm3")
+_MLP_BIASES = ("arcee", "granite", "llama", "seed_oss", "smollm3")
 _NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers")
 _OPTIONS = {
     "attention": attention_options,
@@ -176,13 +192,13 @@ def _layer(config: Entries, family: _Family, index: int) -> LayerConfig:
     scales: Any = lambda name: tuple(
         float(config.get(f"{name}_{part}_factor", 1)) for part in ("alpha", "beta")
     )
-    mlp = _mlp(config, index) if family.has_mlp else None
+    mlp = _mlp(config, family, index) if family.has_mlp else None
     if (scale := config.get("residual_multiplier", 1.0)) != 1:  # Granite
         return LayerConfig(mixer, options, mlp, family.norms, (1.0, scale), (1.0, scale))
     return LayerConfig(mixer, options, mlp, family.norms, scales(branch), scales("mlp"))
 
 
-def _mlp(config: Entries, index: int) -> MLPConfig | MoEConfig:
+def _mlp(config: Entries, family: _Family, index: int) -> MLPConfig | MoEConfig:
     # A mixture of one expert is that expert.
     if experts_of(config, index) > 1:
         options = mixture_of_experts_options(config, index)
@@ -195,12 +211,15 @@ def _mlp(config: Entries, index: int) -> MLPConfig | MoEConfig:
             )
         return MLPConfig(config["intermediate_size"], "clamped_swiglu", use_bias=True)
     name = _activation(config)
-    if name not in ACTIVATIONS:
+    if name not in ACTIVATIONS and (family.has_gate or name != "relu2"):
         raise ValueError(
             f"hidden_act: expected one of {', '.join(ACTIVATIONS)}, received {name!r}; build a DecoderConfig by hand."
         )
-    has_bias = config["model_type"] in _MLP_BIASES and bool(config.get("mlp_bias", False))
-    return MLPConfig(config["intermediate_size"], ACTIVATIONS[name], has_bias)  # pyright: ignore[reportArgumentType]
+    kind = config["model_type"]
+    has_bias = kind in _MLP_BIASES and bool(config.get("mlp_bias", False))
+    has_bias |= kind == "phi" or (kind == "starcoder2" and bool(config.get("use_bias", True)))
+    activation: Any = ACTIVATIONS.get(name, name)
+    return MLPConfig(config["intermediate_size"], activation, has_bias, family.has_gate)
 
 
 def _activation(config: Entries) -> str:

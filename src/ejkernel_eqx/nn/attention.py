@@ -38,7 +38,7 @@ from .attention_inputs import (
 )
 from .attention_places import keys_of, locate, Places, places_over_pages
 from .equinox_attention import options_of
-from .few_rows import added, Block, check_block, plain_norms, projected, with_residual
+from .few_rows import added, Block, check_block, Norm, plain_norms, projected, with_residual
 from .few_rows import normed as normed_input
 from .kv_cache import KVCache, marked
 from .paged_layer import over_pages, PagedLayer
@@ -359,7 +359,7 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         key: PRNGKeyArray | None = None,
         inference: bool | None = None,
         batch: RaggedBatch | None = None,
-        norm: eqx.nn.RMSNorm | None = None,
+        norm: Norm | None = None,
         residual: Float[AnyArray, "*B T O"] | None = None,
         return_lse: bool = False,
     ) -> Output | tuple[Output, Cache] | tuple[Output, Lse] | tuple[Output, Cache, Lse]:
@@ -511,7 +511,7 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         return self.num_heads * width, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.v_head_dim
 
     def _heads_of_few(
-        self, x: Array, norm: eqx.nn.RMSNorm | None, places: Places
+        self, x: Array, norm: Norm | None, places: Places
     ) -> tuple[Array, Array, Array, Array | None]:
         """The results of `_heads` for the norm of few tokens."""
         q, k, v = projected(self.matmul, x, norm, self._projections(), self._widths())

@@ -9,7 +9,7 @@ from .configs import check_type, Config, head_width, kimi_layer_type, layer_type
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _ORIGINAL = "original_max_position_embeddings"
-_INTERLEAVED = ("glm4",)
+_INTERLEAVED = ("cohere", "cohere2", "glm4")
 _LAYER = "MultiHeadAttention"
 
 
@@ -57,6 +57,8 @@ def _rotates(config: Entries, index: int, found: str) -> bool:
         if listed and index >= len(listed):
             raise config.wrong("no_rope_layers", f"a number for each layer, also for layer {index}")
         return bool(listed[index] if listed else (index + 1) % config["no_rope_layer_interval"])
+    if kind == "cohere2":
+        return found == _SLIDING and config.get("sliding_window") is not None
     if kind == "exaone4":
         return found == _SLIDING or config.get("sliding_window") is None
     return kind != "gpt2"  # which learns its positions as embeddings
@@ -72,6 +74,7 @@ def default_type(config: Config, index: int) -> str:
         "gpt_oss": index % 2 == 0,
         "gemma3_text": by_pattern,
         "olmo3": (index + 1) % 4 != 0,
+        "cohere2": by_pattern,
         "exaone4": has_window and by_pattern,
         "smollm3": kind == "smollm3" and has_window and not _rotates(config, index, _FULL),
         "qwen2": index >= config.get("max_window_layers", 0),
@@ -96,7 +99,15 @@ def _window(config: Config, found: str) -> int | None:
     # Qwen publishes a window also where it is switched off.
     if kind.startswith(("qwen", "smollm3")) and not config.get("use_sliding_window", False):
         return None
-    if kind in ("mistral", "ministral3", "mixtral", "phi3", "minimax", "qwen3_moe"):  # all layers alike
+    if kind in (
+        "mistral",
+        "ministral3",
+        "mixtral",
+        "phi3",
+        "minimax",
+        "qwen3_moe",
+        "starcoder2",
+    ):  # all layers alike
         return window
     return window if found == _SLIDING else None
 
@@ -106,6 +117,8 @@ def _biases(config: Config) -> tuple[bool, bool]:
     kind = config["model_type"]
     if kind in _BIASES:
         return _BIASES[kind]
+    if kind == "starcoder2":
+        return (bool(config["use_bias"]),) * 2
     if kind == "qwen2_moe":
         return bool(config["qkv_bias"]), False
     has_all = bool(config.get("attention_bias", False))
@@ -160,6 +173,16 @@ def _glm4_moe(config: Config, layer_index: int) -> dict[str, Any]:
     return _qk_norm(config, layer_index) if config["use_qk_norm"] else {}
 
 
+def _cohere(config: Config, layer_index: int) -> dict[str, Any]:
+    refuse(config, use_qk_norm=False)
+    return {}
+
+
+def _phi(config: Config, layer_index: int) -> dict[str, Any]:
+    refuse(config, qk_layernorm=False)
+    return {}
+
+
 def _granite(config: Config, layer_index: int) -> dict[str, Any]:
     return {"softmax_scale": float(config["attention_multiplier"])}
 
@@ -185,11 +208,12 @@ def _qwen3_next(config: Config, layer_index: int) -> dict[str, Any]:
     return _qk_norm(config, layer_index) | {"output_gate": True}
 
 
-_BIASES = {"gpt2": (True, True), "qwen2": (True, False)}
+_BIASES = {"gpt2": (True, True), "phi": (True, True), "qwen2": (True, False)}
 _NO_BIAS = ("exaone4", "minimax", "minimax_m2", "ministral3", "mistral", "mixtral", "phi3")
 _BIASES |= dict.fromkeys(_NO_BIAS, (False, False))
 """The biases of models whose configuration does not say it."""
 _OTHERS: dict[str, Callable[[Entries, int], dict[str, Any]]] = {
+    "cohere": _cohere,
     "exaone4": _qk_norm,
     "gemma": _gemma,
     "gemma2": _gemma2,
@@ -203,6 +227,7 @@ _OTHERS: dict[str, Callable[[Entries, int], dict[str, Any]]] = {
     "olmo2": _olmo2,
     "olmo3": _olmo2,
     "olmoe": _olmoe,
+    "phi": _phi,
     "qwen3": _qk_norm,
     "qwen3_moe": _qk_norm,
     "qwen3_next": _qwen3_next,
