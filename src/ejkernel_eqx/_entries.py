@@ -183,7 +183,8 @@ class Entries(Mapping[str, Any]):
 
     def changed(self, **entries: Any) -> "Entries":
         """The same entries, but for these."""
-        return Entries(ChainMap(entries, self._config), self._path, self._defaults)
+        both: Any = (entries, self._config)
+        return Entries(ChainMap(*both), self._path, self._defaults)
 
     def known(self) -> dict[str, Any]:
         """All entries but nulls: checked if the table has them."""

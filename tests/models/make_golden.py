@@ -62,7 +62,8 @@ def without_nulls(config: dict) -> dict:
     """The entries that say something."""
     kept = {k: v for k, v in config.items() if not k.startswith("_") and (v is not None or k in MEANT)}
     kept.pop("vision_config", None)
-    return {k: without_nulls(v) if k == "text_config" else v for k, v in kept.items()}
+    inner = kept.get("text_config")
+    return kept if inner is None else kept | {"text_config": without_nulls(inner)}
 
 
 def main() -> None:
@@ -73,7 +74,7 @@ def main() -> None:
     for kind, given in configs.items():
         model, shapes = published(given)
         logits = logits_of(model, ids)
-        config = json.loads(model.config.to_json_string(use_diff=False))
+        config: dict = json.loads(model.config.to_json_string(use_diff=False))
         # Of the last tokens, every third one: enough to tell, small enough to keep.
         rounded = [[round(float(x), 6) for x in row] for row in logits[:, -1, ::3]]
         golden[kind] = {"config": without_nulls(config), "shapes": shapes, "logits": rounded}

@@ -80,6 +80,8 @@ def test_a_model_under_another_name():
     assert read(config | {"model_type": "kimi_k2"}) == read(config)
     nested = {"model_type": "kimi_k25", "text_config": config | {"model_type": "kimi_k2"}}
     assert read(nested) == read(config)
+    mistral = GOLDEN["mistral"]["config"]  # as Mistral Small 3 is published
+    assert read({"model_type": "mistral3", "text_config": mistral}) == read(mistral)
     # As before transformers 4.52, beside the entries of the vision model.
     vision = GOLDEN["qwen2_5_vl_text"]["config"]["text_config"]
     flat = vision | {"model_type": "qwen2_5_vl", "vision_config": {"depth": 2}}

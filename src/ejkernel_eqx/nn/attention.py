@@ -517,8 +517,9 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         q, k, v = projected(self.matmul, x, norm, self._projections(), self._widths())
         norms = plain_norms(self.q_norm, self.k_norm, self.norm_over_all)
         rope, rotary_heads = self.rope, self.rotary_heads
-        is_plain = norms is not None and not self.output_gate and self.temperature is None
-        if rotary_heads is None or not is_plain or not isinstance(rope, RotaryEmbedding):
+        if self.output_gate or self.temperature is not None:
+            return self._split(q, k, v, places)
+        if rotary_heads is None or norms is None or not isinstance(rope, RotaryEmbedding):
             return self._split(q, k, v, places)
         # Another rotation may have been put in the place of the first.
         if rope.interleaved != rotary_heads.spec.interleaved:

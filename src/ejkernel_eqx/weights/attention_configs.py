@@ -8,6 +8,8 @@ from ..rotary import RotaryEmbedding
 from .configs import check_type, Config, head_width, kimi_layer_type, layer_type, read_model, refuse, take
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_ONE_WINDOW = ("mistral", "ministral3", "mixtral", "phi3", "minimax", "qwen3_moe", "starcoder2")
+"""Models whose layers are all alike."""
 _ORIGINAL = "original_max_position_embeddings"
 _INTERLEAVED = ("cohere", "cohere2", "glm4")
 _LAYER = "MultiHeadAttention"
@@ -64,7 +66,7 @@ def _rotates(config: Entries, index: int, found: str) -> bool:
     return kind != "gpt2"  # which learns its positions as embeddings
 
 
-def default_type(config: Config, index: int) -> str:
+def default_type(config: Entries, index: int) -> str:
     """The type of a layer in a configuration that lists none."""
     kind, has_window = config["model_type"], config.get("sliding_window") is not None
     by_pattern = (index + 1) % config.get("sliding_window_pattern", 1) != 0
@@ -99,15 +101,7 @@ def _window(config: Config, found: str) -> int | None:
     # Qwen publishes a window also where it is switched off.
     if kind.startswith(("qwen", "smollm3")) and not config.get("use_sliding_window", False):
         return None
-    if kind in (
-        "mistral",
-        "ministral3",
-        "mixtral",
-        "phi3",
-        "minimax",
-        "qwen3_moe",
-        "starcoder2",
-    ):  # all layers alike
+    if kind in _ONE_WINDOW:
         return window
     return window if found == _SLIDING else None
 
@@ -118,7 +112,7 @@ def _biases(config: Config) -> tuple[bool, bool]:
     if kind in _BIASES:
         return _BIASES[kind]
     if kind == "starcoder2":
-        return (bool(config["use_bias"]),) * 2
+        return bool(config["use_bias"]), bool(config["use_bias"])
     if kind == "qwen2_moe":
         return bool(config["qkv_bias"]), False
     has_all = bool(config.get("attention_bias", False))
