@@ -69,7 +69,7 @@ _NAMES: tuple[tuple[_Kind, str], ...] = (
     (
         _SIZE,
         "hidden_size n_embd intermediate_size num_attention_heads n_head num_key_value_heads "
-        "num_kv_heads num_heads head_dim global_head_dim rotary_dim kv_lora_rank q_lora_rank "
+        "num_global_key_value_heads num_kv_heads num_heads head_dim global_head_dim rotary_dim kv_lora_rank q_lora_rank "
         "qk_nope_head_dim qk_rope_head_dim v_head_dim state_size conv_kernel conv_size n_groups "
         "short_conv_kernel_size linear_num_key_heads linear_num_value_heads linear_key_head_dim "
         "linear_value_head_dim linear_conv_kernel_dim linear_head_dim linear_num_heads "
@@ -79,7 +79,8 @@ _NAMES: tuple[tuple[_Kind, str], ...] = (
     (
         _COUNT,
         "num_experts num_local_experts n_routed_experts n_shared_experts decoder_sparse_step "
-        "first_k_dense_replace moe_layer_freq max_window_layers num_nextn_predict_layers",
+        "first_k_dense_replace moe_layer_freq max_window_layers num_nextn_predict_layers "
+        "num_kv_shared_layers hidden_size_per_layer_input",
     ),
     (_integers(1, 2**40), "sliding_window"),
     (_either(_SIZE, _AUTO), "time_step_rank"),
@@ -95,18 +96,19 @@ _NAMES: tuple[tuple[_Kind, str], ...] = (
     ),
     (
         _FLAG,
-        "qk_layernorm mla_use_nope "
+        "qk_layernorm attention_k_eq_v enable_moe_block mla_use_nope "
         "attention_bias attention_out_bias mlp_bias qkv_bias use_bias use_qk_norm use_conv_bias tie_word_embeddings use_sliding_window "
-        "use_bidirectional_attention attn_output_gate rope_interleave scale_attn_weights "
+        "attn_output_gate rope_interleave scale_attn_weights "
         "scale_attn_by_inverse_layer_idx norm_topk_prob truncate use_short_conv use_output_gate "
         "elementwise_affine use_gk use_gv mrope_interleaved zero_point sym desc_act symmetric is_marlin_format",
     ),
-    (_TABLE, "text_config linear_attn_config attn rope_scaling rope_parameters"),
+    (_TABLE, "text_config per_layer_config linear_attn_config attn rope_scaling rope_parameters"),
     (_TABLE, "quantization_config config_groups weights sparsity_config transform_config"),
     (_integers(1, 64), "bits num_bits"),
     (_either(_integers(-1, -1), _SIZE), "group_size"),
     (_lists(_SIZE, 2), "weight_block_size block_structure"),
     (_either(_FLAG, _TABLE, _TEXT), "dynamic"),
+    (_either(_FLAG, _TEXT), "use_bidirectional_attention"),
     (
         _numbers(0.0, 1.0),
         "rms_norm_eps layer_norm_epsilon norm_eps mixer_rms_eps layer_norm_eps norm_epsilon",

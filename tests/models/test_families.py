@@ -109,12 +109,29 @@ def test_an_unknown_name_is_told_the_nearest_one():
             {"rope_parameters": GOLDEN["ministral3"]["config"]["rope_parameters"]},
             "llama_4_scaling_beta",
         ),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+        ("gemma4_text", {"num_kv_shared_layers": 1}, "num_kv_shared_layers"),
+        ("gemma4_text", {"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input"),
+        ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block"),
+        ("cohere", {"use_qk_norm": True}, "use_qk_norm"),
+        ("phi", {"qk_layernorm": True}, "qk_layernorm"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers: expected"),
     ],
 )
 def test_entries_that_would_change_numbers_are_refused(kind, change, message):
     with pytest.raises(ValueError, match=message):
         ejx.models.decoder_config(GOLDEN[kind]["config"] | change)
+
+
+def test_sizes_of_single_layers():
+    """As Gemma 4 is published, and as transformers saves it."""
+    read, saved = ejx.models.decoder_config, GOLDEN["gemma4_text"]["config"]
+    published = {key: value for key, value in saved.items() if key != "per_layer_config"}
+    sizes = {"global_head_dim": 16, "num_global_key_value_heads": 1}
+    assert read(published | sizes) == read(saved)
+    layers = [dict(layer.options) for layer in read(saved).layers]
+    found = [(layer["head_dim"], layer["num_kv_heads"], layer["keys_as_values"]) for layer in layers]
+    assert found == [(8, 2, False), (16, 1, True), (16, 1, True)]
 
 
 def test_layers_without_a_rotation():

@@ -91,6 +91,7 @@ class LayerConfig:
         `"around"`: before and behind each (Gemma 2 and 3). `"residual"`: before each, and the residual is the normalised input
         (MiniMax). `"parallel"`: one, whose output both the mixer and the MLP take; both are added to the residual (Phi-2, Cohere).
     - `mixer_scales`, `mlp_scales`: what the residual and the branch are multiplied by (MiniMax's alpha and beta).
+    - `output_scale`: whether the tokens are multiplied by a learned number behind the MLP (Gemma 4).
     """
 
     mixer: str
@@ -99,6 +100,7 @@ class LayerConfig:
     norms: Norms = "pre"
     mixer_scales: tuple[float, float] = (1.0, 1.0)
     mlp_scales: tuple[float, float] = (1.0, 1.0)
+    output_scale: bool = False
 
     def __post_init__(self):
         from .mixers import MIXERS
@@ -106,6 +108,7 @@ class LayerConfig:
         _check_one_of("mixer", self.mixer, MIXERS)
         _check_one_of("norms", self.norms, NORMS)
         object.__setattr__(self, "options", _sorted(self.options))
+        check_flags(output_scale=self.output_scale)
         if self.mlp is not None and not isinstance(self.mlp, MLPConfig | MoEConfig):
             raise ValueError(
                 f"mlp: expected an MLPConfig, a MoEConfig or None, received {type(self.mlp).__name__}; MLPConfig(hidden_dim) is one."

@@ -135,6 +135,9 @@ def _filled_layer(layer: Any, view: Any) -> Any:
     fields = dict(zip(_NORM_FIELDS, names)) | {"mixer": _first(view, _MIXERS), "mlp": mlp}
     there = [field for field, name in fields.items() if name and getattr(layer, field) is not None]
     new = [fill(getattr(layer, field), view.at(fields[field])) for field in there]
+    if (scalar := layer.layer_scalar) is not None:
+        there.append("layer_scalar")
+        new.append(view.take("layer_scalar", scalar.shape, scalar.dtype))
     return eqx.tree_at(lambda m: [getattr(m, field) for field in there], layer, new)
 
 

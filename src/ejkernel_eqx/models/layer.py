@@ -120,6 +120,7 @@ class DecoderLayer(Module):
     mlp_norm: Norm | None
     mlp: MLP | MixtureOfExperts | None
     mlp_out_norm: Norm | None
+    layer_scalar: Array | None  # [1]
     residual_norm: ResidualRMSNorm
     matmul: Matmul  # of few tokens
     config: LayerConfig = eqx.field(static=True)
@@ -156,6 +157,7 @@ class DecoderLayer(Module):
             experts: Any = options | dict(config.mlp.options)
             experts |= {} if expert_parallel is None else {"parallel": expert_parallel}
             self.mlp = MixtureOfExperts(embed_dim, **experts, dtype=dtype, key=mlp_key)
+        self.layer_scalar = jnp.ones(1, dtype) if config.output_scale else None
         platform = None if options.get("platform") == "cuda" else options.get("platform")
         self.residual_norm = ResidualRMSNorm(norm_eps, platform=platform)
         self.matmul = Matmul(platform=platform)
@@ -205,7 +207,10 @@ class DecoderLayer(Module):
         else:
             y = self.mlp(h, padding_mask=real_of(rows))
         x = _added(residual, normed(self.mlp_out_norm, y.astype(x.dtype)), self.config.mlp_scales)
-        return x, cache, statistics
+        return self._scaled(x), cache, statistics
+
+    def _scaled(self, x: Array) -> Array:
+        return x if self.layer_scalar is None else x * self.layer_scalar[0].astype(x.dtype)
 
     def _of_few(self, x: Array, cache: Any, rows: dict[str, Any]) -> tuple[Array, Any]:
         """A step of few tokens: norms and residuals are parts of the projections beside them."""
@@ -223,10 +228,11 @@ class DecoderLayer(Module):
             return x, cache
         if isinstance(mlp := self.mlp, MLP):
             branch = lambda **more: (mlp(x, norm=self.mlp_norm, **more),)
-            return in_block(branch, self.mlp_out_norm, self.config.mlp_scales)[0], cache
+            return self._scaled(in_block(branch, self.mlp_out_norm, self.config.mlp_scales)[0]), cache
         (h,), x = self._into_branch(self.mlp_norm, x)
         y = self.mlp(h, padding_mask=real_of(rows))
-        return _added(x, normed(self.mlp_out_norm, y.astype(x.dtype)), self.config.mlp_scales), cache
+        x = _added(x, normed(self.mlp_out_norm, y.astype(x.dtype)), self.config.mlp_scales)
+        return self._scaled(x), cache
 
     def _into_branch(
         self, norm: Norm | None, residual: Array, out: Array | None = None, readers: int = 1

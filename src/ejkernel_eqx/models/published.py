@@ -28,6 +28,7 @@ class _Family(NamedTuple):
     has_gate: bool = True
     """Whether its MLPs do."""
     norm_type: NormType = "rms"
+    output_scale: bool = False
     defaults: Mapping[str, Any] = {}
     """Of entries that published configurations leave out."""
 
@@ -50,6 +51,7 @@ FAMILIES: dict[str, _Family] = {
     "gemma": _Family(scaled_embedding=True, defaults=_TIED),
     "gemma2": _Family("around", scaled_embedding=True, defaults=_TIED | {"final_logit_softcapping": 30.0}),
     "gemma3_text": _Family("around", scaled_embedding=True, defaults=_TIED | _GEMMA3),
+    "gemma4_text": _Family("around", scaled_embedding=True, output_scale=True, defaults=_TIED),
     "gpt_oss": _Family(defaults=_EPS),
     "olmo2": _Family("post", defaults=_EPS),
     "deepseek_v2": _Family(attention="latent_attention"),
@@ -195,7 +197,8 @@ def _layer(config: Entries, family: _Family, index: int) -> LayerConfig:
     mlp = _mlp(config, family, index) if family.has_mlp else None
     if (scale := config.get("residual_multiplier", 1.0)) != 1:  # Granite
         return LayerConfig(mixer, options, mlp, family.norms, (1.0, scale), (1.0, scale))
-    return LayerConfig(mixer, options, mlp, family.norms, scales(branch), scales("mlp"))
+    given = (scales(branch), scales("mlp"), family.output_scale)
+    return LayerConfig(mixer, options, mlp, family.norms, *given)
 
 
 def _mlp(config: Entries, family: _Family, index: int) -> MLPConfig | MoEConfig:
@@ -224,7 +227,7 @@ def _mlp(config: Entries, family: _Family, index: int) -> MLPConfig | MoEConfig:
 
 def _activation(config: Entries) -> str:
     kind = config["model_type"]
-    if kind in ("gemma2", "gemma3_text"):
+    if kind in ("gemma2", "gemma3_text", "gemma4_text"):
         return config.get("hidden_activation") or _TANH  # they do not read hidden_act
     if kind != "gemma":
         return config.get("hidden_act") or "silu"

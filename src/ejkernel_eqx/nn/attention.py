@@ -29,6 +29,7 @@ from .attention_inputs import (
     CallInputs,
     check_call,
     check_heads,
+    check_keys_as_values,
     check_norm,
     check_pages,
     head_dim_of,
@@ -68,10 +69,11 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
 
     q_proj: eqx.nn.Linear  # [H * D, E]; with a gate [H * (D + V), E], each head's query and then its gate
     k_proj: eqx.nn.Linear  # [K * D, C]
-    v_proj: eqx.nn.Linear  # [K * V, C]; with `v_embed_dim` [K * V, Cv]
+    v_proj: eqx.nn.Linear | None  # [K * V, C]; with `v_embed_dim` [K * V, Cv]
     o_proj: eqx.nn.Linear  # [O, H * V]
     q_norm: eqx.nn.RMSNorm | None  # [D]; over all heads [H * D]
     k_norm: eqx.nn.RMSNorm | None  # [D]; over all heads [K * D]
+    v_norm: eqx.nn.RMSNorm | None  # without weights
     sinks: Array | None  # [H]
     sliding_window: Array | None  # int32 []: a window given as an array; a static one is in `attention`
     rope: RotaryEmbedding | RotaryChoice | None
@@ -117,6 +119,8 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         sinks: bool = False,
         output_gate: bool = False,
         temperature: tuple[float, int, int] | None = None,
+        v_norm: bool = False,
+        keys_as_values: bool = False,
         dropout_rate: float = 0.0,
         deterministic: bool = False,
         sequence_axis: str | None = None,
@@ -153,6 +157,8 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
             `H * V` features (Qwen3-Next). The rows of the gate are part of `q_proj`, head by head.
         - `temperature`: $(s, n, o)$, by which queries at position $p$ are multiplied by $1 + s \ln(1 + \lfloor (p + o) / n \rfloor)$ after the
             rotation (Ministral 3, Llama 4); default none.
+        - `v_norm`: whether the values of each head are divided by their root mean square (Gemma 4), with `qk_norm_eps`.
+        - `keys_as_values`: whether values are the projected keys, before their norm and rotation; `v_proj` is then `None` (Gemma 4).
         - `sequence_axis`: a mesh axis that the tokens are split over. Calls without a cache then run [`ejkernel_eqx.RingAttention`][]: under `jit` on
             whole rows, inside `jax.shard_map` on one device's tokens. Those with a cache are as without it.
         - `token_order`: the `order` of `RingAttention`, with `sequence_axis`. In zigzag order `padding_mask`, `segment_ids`, `positions`, `mask` and
@@ -188,12 +194,19 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         parts = Parts(key, 4, dtype, compute_dtype)
         self.q_proj = parts.linear(embed_dim, q_dim, q_bias)
         self.k_proj = parts.linear(kv_embed_dim, num_kv_heads * head_dim, k_bias)
-        self.v_proj = parts.linear(v_embed_dim, num_kv_heads * v_head_dim, v_bias)
+        check_keys_as_values(keys_as_values, (head_dim, kv_embed_dim), (v_head_dim, v_embed_dim))
+        if keys_as_values:
+            parts.left_out()
+        own_values = None if keys_as_values else parts.linear(v_embed_dim, num_kv_heads * v_head_dim, v_bias)
+        self.v_proj = own_values
         self.o_proj = parts.linear(num_heads * v_head_dim, output_size, use_output_bias)
         norm = lambda heads: eqx.nn.RMSNorm(
             (heads if self.norm_over_all else 1) * head_dim, qk_norm_eps, use_bias=False, dtype=parts.dtype
         )
         self.q_norm, self.k_norm = (norm(num_heads), norm(num_kv_heads)) if qk_norm else (None, None)
+        check_flags(v_norm=v_norm)
+        unweighted = eqx.nn.RMSNorm(v_head_dim, qk_norm_eps, use_weight=False, use_bias=False)
+        self.v_norm = unweighted if v_norm else None
         self.sinks = jnp.zeros(num_heads, parts.dtype) if sinks else None
         self.rope = rope
         self.sliding_window = read_window(sliding_window, causal)
@@ -500,11 +513,12 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
     ) -> tuple[Array, Array, Array, Array | None]:
         """Queries, keys and values, `[..., H or K, D or V]`, and the gate `[..., H * V]`."""
         sources = zip(self._projections().items(), (x, source, values), self._widths())
-        q, k, v = (project(name, layer, of, n) for (name, layer), of, n in sources)
-        return self._split(q, k, v, places)
+        q, k, *v = (project(name, layer, of, n) for (name, layer), of, n in sources)
+        return self._split(q, k, v[0] if v else k, places)
 
     def _projections(self) -> dict[str, Any]:
-        return {"q_proj": self.q_proj, "k_proj": self.k_proj, "v_proj": self.v_proj}
+        both: dict[str, Any] = {"q_proj": self.q_proj, "k_proj": self.k_proj}
+        return both if self.v_proj is None else both | {"v_proj": self.v_proj}
 
     def _widths(self) -> tuple[int, int, int]:
         width = self.head_dim + self.v_head_dim if self.output_gate else self.head_dim
@@ -514,10 +528,12 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         self, x: Array, norm: Norm | None, places: Places
     ) -> tuple[Array, Array, Array, Array | None]:
         """The results of `_heads` for the norm of few tokens."""
-        q, k, v = projected(self.matmul, x, norm, self._projections(), self._widths())
+        layers = self._projections()
+        q, k, *v = projected(self.matmul, x, norm, layers, self._widths()[: len(layers)])
+        v = v[0] if v else k
         norms = plain_norms(self.q_norm, self.k_norm, self.norm_over_all)
         rope, rotary_heads = self.rope, self.rotary_heads
-        if self.output_gate or self.temperature is not None:
+        if self.output_gate or self.temperature is not None or self.v_norm is not None:
             return self._split(q, k, v, places)
         if rotary_heads is None or norms is None or not isinstance(rope, RotaryEmbedding):
             return self._split(q, k, v, places)
@@ -540,6 +556,7 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
             normed(f"{name}_norm", norm, x, self.norm_over_all)
             for name, norm, x in (("q", self.q_norm, q), ("k", self.k_norm, k))
         )
+        v = normed("v_norm", self.v_norm, v, False)
         q, k = places.turn(self.rope, q), places.turn(self.rope, k)
         if self.temperature is not None:
             q = places.tempered(self.temperature, q)

@@ -92,6 +92,16 @@ def read_biases(use_qkv_bias: Any) -> tuple[bool, bool, bool]:
     return flags
 
 
+def check_keys_as_values(flag: Any, keys: tuple[int, int], values: tuple[int, int]) -> None:
+    """`keys` and `values` are the features of a head and of the input."""
+    check_flags(keys_as_values=flag)
+    if flag and keys != values:
+        raise ValueError(
+            f"keys_as_values: expected keys and values of the same features, and of the same input, received {keys} and {values}; leave out "
+            "v_head_dim and v_embed_dim."
+        )
+
+
 def read_temperature(value: Any, rope: Any, sequence_axis: str | None) -> tuple[float, int, int] | None:
     if value is None:
         return None

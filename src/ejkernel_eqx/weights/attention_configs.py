@@ -30,9 +30,11 @@ def attention_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
     """
     config = read_model(config, _LAYER)
     kind = config["model_type"]
+    found = layer_type(config, layer_index, lambda i: default_type(config, i))
+    if kind == "gemma4_text":
+        config = _of_one_layer(config, layer_index, found)
     heads, width = take(config, "num_attention_heads", "n_head"), take(config, "hidden_size", "n_embd")
     config.check_divides("num_key_value_heads", "num_attention_heads")
-    found = layer_type(config, layer_index, lambda i: default_type(config, i))
     check_type(config, layer_index, found, (_FULL, _SLIDING), _LAYER)
     options: dict[str, Any] = {
         "embed_dim": width,
@@ -75,6 +77,7 @@ def default_type(config: Entries, index: int) -> str:
         "gemma2": index % 2 == 0,
         "gpt_oss": index % 2 == 0,
         "gemma3_text": by_pattern,
+        "gemma4_text": by_pattern and index + 1 != config.get("num_hidden_layers"),
         "olmo3": (index + 1) % 4 != 0,
         "cohere2": by_pattern,
         "exaone4": has_window and by_pattern,
@@ -139,6 +142,30 @@ def _gemma3(config: Config, layer_index: int) -> dict[str, Any]:
     refuse(config, attn_logit_softcapping=())
     scale = take(config, "query_pre_attn_scalar") ** -0.5
     return _gemma(config, layer_index) | _qk_norm(config, layer_index) | {"softmax_scale": scale}
+
+
+def _of_one_layer(config: Entries, index: int, found: str) -> Entries:
+    """The configuration of Gemma 4 for one layer, as those with full attention have sizes of their own."""
+    sizes = {"head_dim": config["global_head_dim"]}
+    if config["attention_k_eq_v"] and config.get("num_global_key_value_heads"):
+        sizes["num_key_value_heads"] = config["num_global_key_value_heads"]
+    if config.get(
+        "per_layer_config"
+    ):  # as newer versions of transformers write it, of the layers that differ
+        listed = config.inner("per_layer_config")
+        sizes = listed.inner(str(index)).known() if str(index) in set(listed) else {}
+    elif found != _FULL:
+        sizes = {}
+    return config.changed(**sizes, global_head_dim=None)
+
+
+def _gemma4(config: Entries, layer_index: int) -> dict[str, Any]:
+    refuse(config, use_bidirectional_attention="vision", num_kv_shared_layers=0, enable_moe_block=False)
+    refuse(config, hidden_size_per_layer_input=0)
+    take(config, "rope_parameters")
+    options = _qk_norm(config, layer_index) | {"v_norm": True, "softmax_scale": 1.0}
+    is_full = layer_type(config, layer_index, lambda i: default_type(config, i)) == _FULL
+    return options | {"keys_as_values": bool(config["attention_k_eq_v"]) and is_full}
 
 
 def _gpt_oss(config: Config, layer_index: int) -> dict[str, Any]:
@@ -212,6 +239,7 @@ _OTHERS: dict[str, Callable[[Entries, int], dict[str, Any]]] = {
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
+    "gemma4_text": _gemma4,
     "glm4_moe": _glm4_moe,
     "gpt2": _gpt2,
     "gpt_oss": _gpt_oss,
