@@ -74,16 +74,17 @@ _NAMES: tuple[tuple[_Kind, str], ...] = (
         "short_conv_kernel_size linear_num_key_heads linear_num_value_heads linear_key_head_dim "
         "linear_value_head_dim linear_conv_kernel_dim linear_head_dim linear_num_heads "
         "moe_intermediate_size shared_expert_intermediate_size num_experts_per_tok default_num_experts "
+        "mamba_n_heads mamba_n_groups mamba_d_state mamba_d_conv "
         "n_group topk_group full_attention_interval sliding_window_pattern no_rope_layer_interval",
     ),
     (
         _COUNT,
         "num_experts num_local_experts n_routed_experts n_shared_experts decoder_sparse_step "
         "first_k_dense_replace moe_layer_freq max_window_layers num_nextn_predict_layers "
-        "num_kv_shared_layers hidden_size_per_layer_input",
+        "num_kv_shared_layers hidden_size_per_layer_input shared_intermediate_size",
     ),
     (_integers(1, 2**40), "sliding_window"),
-    (_either(_SIZE, _AUTO), "time_step_rank"),
+    (_either(_SIZE, _AUTO), "time_step_rank mamba_d_head"),
     (_LENGTH, "max_position_embeddings original_max_position_embeddings"),
     (_either(_TOKEN, _lists(_TOKEN)), "eos_token_id"),
     (_lists(_INDEX), "mlp_only_layers kda_layers layers mrope_section no_rope_layers"),
@@ -92,11 +93,11 @@ _NAMES: tuple[tuple[_Kind, str], ...] = (
         _TEXT,
         "model_type hidden_act hidden_activation dtype torch_dtype rope_type type topk_method "
         "scoring_func feature_map quant_method fmt version format checkpoint_format pack_dtype strategy "
-        "quantization_status",
+        "quantization_status position_embedding_type",
     ),
     (
         _FLAG,
-        "qk_layernorm attention_k_eq_v enable_moe_block mla_use_nope "
+        "mamba_conv_bias mamba_proj_bias qk_layernorm attention_k_eq_v enable_moe_block mla_use_nope "
         "attention_bias attention_out_bias mlp_bias qkv_bias use_bias use_qk_norm use_conv_bias tie_word_embeddings use_sliding_window "
         "attn_output_gate rope_interleave scale_attn_weights "
         "scale_attn_by_inverse_layer_idx norm_topk_prob truncate use_short_conv use_output_gate "
@@ -119,7 +120,7 @@ _NAMES: tuple[tuple[_Kind, str], ...] = (
         _POSITIVE,
         "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping clip_qkv factor "
         "attention_factor beta_fast beta_slow low_freq_factor high_freq_factor short_mscale long_mscale "
-        "expand expand_k expand_v routed_scaling_factor swiglu_limit swiglu_alpha embedding_multiplier "
+        "expand mamba_expand expand_k expand_v routed_scaling_factor swiglu_limit swiglu_alpha embedding_multiplier "
         "logits_scaling logit_scale residual_multiplier attention_multiplier",
     ),
     (_UP_FROM_ZERO, "mscale mscale_all_dim llama_4_scaling_beta"),

@@ -1,6 +1,7 @@
 """Published families beyond their logits: texts from caches, pages, a training step; and what their entries mean."""
 
 import functools
+import json
 import tempfile
 from pathlib import Path
 
@@ -9,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import ejkernel_eqx as ejx
-from tests.models.cases import GOLDEN, tokens
+from tests.models.cases import drawn, GOLDEN, tokens
 from tests.models.test_decoder import Served
 from tests.models.test_published import folder_of
 
@@ -113,6 +115,7 @@ def test_an_unknown_name_is_told_the_nearest_one():
         ("gemma4_text", {"num_kv_shared_layers": 1}, "num_kv_shared_layers"),
         ("gemma4_text", {"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input"),
         ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block"),
+        ("granitemoehybrid", {"mamba_d_head": 12}, "mamba_d_head: expected 'auto' or the 64 features"),
         ("cohere", {"use_qk_norm": True}, "use_qk_norm"),
         ("phi", {"qk_layernorm": True}, "qk_layernorm"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers: expected"),
@@ -132,6 +135,25 @@ def test_sizes_of_single_layers():
     layers = [dict(layer.options) for layer in read(saved).layers]
     found = [(layer["head_dim"], layer["num_kv_heads"], layer["keys_as_values"]) for layer in layers]
     assert found == [(8, 2, False), (16, 1, True), (16, 1, True)]
+
+
+def test_granite_4_as_it_is_published(tmp_path):
+    """Other names of layers, and experts in two matrices with one beside them."""
+    kind, arrays = "granitemoehybrid", {}
+    config = GOLDEN[kind]["config"]
+    own = {"layer_types": ["mamba", "attention", "mamba"], "mamba_d_head": "auto"}
+    assert ejx.models.decoder_config(config | own) == ejx.models.decoder_config(config)
+    names = {"experts.gate_up_proj": "input_linear.weight", "experts.down_proj": "output_linear.weight"}
+    names |= {"router.weight": "router.layer.weight"}
+    for name, array in drawn(GOLDEN[kind]["shapes"]).items():
+        for old, new in names.items():
+            name = name.replace(f"block_sparse_moe.{old}", f"block_sparse_moe.{new}")
+        arrays[name] = array
+    (tmp_path / "config.json").write_text(json.dumps(config | own))
+    save_file(arrays, tmp_path / "model.safetensors")
+    model = ejx.models.from_pretrained(tmp_path, dtype="float32")
+    same = lambda a, b: np.testing.assert_array_equal(a, b) if eqx.is_array(a) else None
+    jax.tree.map(same, model, model_of(kind))
 
 
 def test_layers_without_a_rotation():

@@ -9,13 +9,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._errors import CheckpointError
 from ..quantised.dequantise import is_quantised
+from ..weights.experts import fused_mlp
 from ..weights.fill import fill, is_parameter, placed_as, sharding_of
 from ..weights.quantised.values import check_alike, empty_stack, rows_of
 
 _ROOTS = ("model", "backbone", "model.language_model", "language_model.model", "transformer")
 _EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight", "embedding.weight")
 _FINAL_NORMS = ("norm", "norm_f", "final_layernorm")
-_MIXERS = ("self_attn", "linear_attn", "mixer", "attn")
+_MIXERS = ("self_attn", "linear_attn", "mixer", "attn", "mamba")
 _NORM_FIELDS = ("mixer_norm", "mixer_out_norm", "mlp_norm", "mlp_out_norm")
 _NORM_NAMES = {
     "pre": ("input_layernorm", None, "post_attention_layernorm", None),
@@ -131,7 +132,7 @@ def _filled_layer(layer: Any, view: Any) -> Any:
     names = ("norm", None, None, None) if layer.mlp is None else _NORM_NAMES[layer.config.norms]
     if view.has("post_self_attn_layernorm.weight"):
         names = _GLM4_NORMS
-    mlp = _first(view, ("mlp", "block_sparse_moe"))
+    mlp = _first(view, ("mlp", "block_sparse_moe", "shared_mlp"))
     fields = dict(zip(_NORM_FIELDS, names)) | {"mixer": _first(view, _MIXERS), "mlp": mlp}
     there = [field for field, name in fields.items() if name and getattr(layer, field) is not None]
     new = [fill(getattr(layer, field), view.at(fields[field])) for field in there]
@@ -149,6 +150,8 @@ def filled_mlp(mlp: Any, weights: Any) -> Any:
             fill(mlp.down_proj, weights.at(_first(weights, _DOWNS))),
         ]
         return eqx.tree_at(lambda m: [m.up_proj, m.down_proj], mlp, new)
+    if weights.has("input_linear.weight"):
+        return fused_mlp(mlp, weights)
     experts = any(name.startswith("experts.") for name in weights.names())
     if experts:
         weights.skip("gate.weight", "router.weight", "router.bias")  # which has one to choose from

@@ -85,6 +85,8 @@ FAMILIES: dict[str, _Family] = {
     "starcoder2": _Family(
         has_gate=False, norm_type="layer", defaults=_TIED | _LAYER_EPS | {"hidden_act": _TANH}
     ),
+    "granitemoe": _Family(),
+    "granitemoehybrid": _Family(recurrent="mamba2", defaults={"shared_intermediate_size": 1024}),
     "ministral3": _Family(defaults=_EPS),
     "kimi_linear": _Family(attention="latent_attention", recurrent="kimi_delta_attention", defaults=_EPS),
 }
@@ -202,8 +204,9 @@ def _layer(config: Entries, family: _Family, index: int) -> LayerConfig:
 
 
 def _mlp(config: Entries, family: _Family, index: int) -> MLPConfig | MoEConfig:
-    # A mixture of one expert is that expert.
-    if experts_of(config, index) > 1:
+    kind = config["model_type"]
+    # A mixture of one expert is that expert, but for one beside it.
+    if experts_of(config, index) > (0 if kind == "granitemoehybrid" else 1):
         options = mixture_of_experts_options(config, index)
         return MoEConfig({name: value for name, value in options.items() if name != "embed_dim"})
     if config["model_type"] == "gpt_oss":
@@ -218,11 +221,11 @@ def _mlp(config: Entries, family: _Family, index: int) -> MLPConfig | MoEConfig:
         raise ValueError(
             f"hidden_act: expected one of {', '.join(ACTIVATIONS)}, received {name!r}; build a DecoderConfig by hand."
         )
-    kind = config["model_type"]
     has_bias = kind in _MLP_BIASES and bool(config.get("mlp_bias", False))
     has_bias |= kind == "phi" or (kind == "starcoder2" and bool(config.get("use_bias", True)))
     activation: Any = ACTIVATIONS.get(name, name)
-    return MLPConfig(config["intermediate_size"], activation, has_bias, family.has_gate)
+    size = config["shared_intermediate_size" if kind == "granitemoehybrid" else "intermediate_size"]
+    return MLPConfig(size, activation, has_bias, family.has_gate)
 
 
 def _activation(config: Entries) -> str:

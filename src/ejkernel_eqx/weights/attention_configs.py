@@ -28,9 +28,9 @@ def attention_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
     **Returns:** a dictionary. Raises `ValueError` for a `model_type` or an option that is not known here, and a layer of another kind;
     `CheckpointError` for entries that are missing, of another type or out of bounds.
     """
-    config = read_model(config, _LAYER)
+    config = entries = read_model(config, _LAYER)
     kind = config["model_type"]
-    found = layer_type(config, layer_index, lambda i: default_type(config, i))
+    found = layer_type(config, layer_index, lambda i: default_type(entries, i))
     if kind == "gemma4_text":
         config = _of_one_layer(config, layer_index, found)
     heads, width = take(config, "num_attention_heads", "n_head"), take(config, "hidden_size", "n_embd")
@@ -61,6 +61,8 @@ def _rotates(config: Entries, index: int, found: str) -> bool:
         if listed and index >= len(listed):
             raise config.wrong("no_rope_layers", f"a number for each layer, also for layer {index}")
         return bool(listed[index] if listed else (index + 1) % config["no_rope_layer_interval"])
+    if kind == "granitemoehybrid":
+        return config.get("position_embedding_type") == "rope"
     if kind == "cohere2":
         return found == _SLIDING and config.get("sliding_window") is not None
     if kind == "exaone4":
@@ -91,6 +93,7 @@ def default_type(config: Entries, index: int) -> str:
         "qwen3_5_text": by_interval,
         "qwen3_5_moe_text": by_interval,
         "minimax": index % 2 == 1,
+        "granitemoehybrid": True,
     }
     if kind == "kimi_linear":
         return kimi_layer_type(config, index)
@@ -243,7 +246,7 @@ _OTHERS: dict[str, Callable[[Entries, int], dict[str, Any]]] = {
     "glm4_moe": _glm4_moe,
     "gpt2": _gpt2,
     "gpt_oss": _gpt_oss,
-    "granite": _granite,
+    **dict.fromkeys(("granite", "granitemoe", "granitemoehybrid"), _granite),
     "minimax_m2": _olmo2,
     "ministral3": _ministral3,
     "olmo2": _olmo2,

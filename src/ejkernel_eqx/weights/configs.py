@@ -20,6 +20,7 @@ _QWEN3_VL_MOE |= {"num_key_value_heads": 16, "head_dim": 128, "rope_theta": 5e5,
 _KIMI_LINEAR = {"n_group": "num_expert_group", "norm_topk_prob": "moe_renormalize"}
 _KIMI_LINEAR |= {"num_experts_per_tok": "num_experts_per_token", "n_shared_experts": "num_shared_experts"}
 _KIMI_LINEAR |= {"scoring_func": "moe_router_activation_func"}
+_GRANITE_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
 ALIASES: dict[str, tuple[str, Config]] = {
     "kimi_k2": ("deepseek_v3", {}),
     **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), ("qwen2", _QWEN2_VL)),
@@ -56,6 +57,8 @@ def text_entries(config: Any) -> Entries:
     if kind == "kimi_linear":
         renamed = {name: entries.raw(other) for name, other in _KIMI_LINEAR.items()}
         return entries.changed(**{name: value for name, value in renamed.items() if value is not None})
+    if kind == "granitemoehybrid" and (types := entries.get("layer_types")):
+        return entries.changed(layer_types=[_GRANITE_TYPES.get(name, name) for name in types])
     if kind not in ALIASES:
         return entries
     kind, defaults = ALIASES[kind]

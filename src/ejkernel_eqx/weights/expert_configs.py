@@ -132,6 +132,11 @@ def _minimax_m2(config: Entries) -> dict[str, Any]:
     return _one_size(config) | {"scoring": "sigmoid", "use_correction_bias": True}
 
 
+def _granite(config: Entries) -> dict[str, Any]:
+    shared = config.get("shared_intermediate_size")
+    return _one_size(config) | ({"shared_dim": shared} if shared else {})
+
+
 def _groups(config: Entries) -> dict[str, Any]:
     groups, kept, count = take(config, "n_group"), take(config, "topk_group"), _count(config)
     if count % groups:
@@ -148,6 +153,8 @@ _OTHERS: dict[str, Callable[[Entries], dict[str, Any]]] = {
     "kimi_linear": _deepseek_v3,
     "glm4_moe_lite": _deepseek_v3,
     "gpt_oss": _gpt_oss,
+    "granitemoe": _granite,
+    "granitemoehybrid": _granite,
     "minimax": _one_size,
     "minimax_m2": _minimax_m2,
     "mixtral": _one_size,
