@@ -74,6 +74,7 @@ _NAMES: tuple[tuple[_Kind, str], ...] = (
         "short_conv_kernel_size linear_num_key_heads linear_num_value_heads linear_key_head_dim "
         "linear_value_head_dim linear_conv_kernel_dim linear_head_dim linear_num_heads "
         "moe_intermediate_size shared_expert_intermediate_size num_experts_per_tok default_num_experts "
+        "attention_chunk_size floor_scale interleave_moe_layer_step intermediate_size_mlp "
         "mamba_n_heads mamba_n_groups mamba_d_state mamba_d_conv "
         "n_group topk_group full_attention_interval sliding_window_pattern no_rope_layer_interval",
     ),
@@ -87,7 +88,7 @@ _NAMES: tuple[tuple[_Kind, str], ...] = (
     (_either(_SIZE, _AUTO), "time_step_rank mamba_d_head"),
     (_LENGTH, "max_position_embeddings original_max_position_embeddings"),
     (_either(_TOKEN, _lists(_TOKEN)), "eos_token_id"),
-    (_lists(_INDEX), "mlp_only_layers kda_layers layers mrope_section no_rope_layers"),
+    (_lists(_INDEX), "mlp_only_layers kda_layers layers mrope_section no_rope_layers moe_layers"),
     (_lists(_TEXT), "layer_types mlp_layer_types modules_to_not_convert ignored_layers ignore targets"),
     (
         _TEXT,
@@ -109,6 +110,7 @@ _NAMES: tuple[tuple[_Kind, str], ...] = (
     (_either(_integers(-1, -1), _SIZE), "group_size"),
     (_lists(_SIZE, 2), "weight_block_size block_structure"),
     (_either(_FLAG, _TABLE, _TEXT), "dynamic"),
+    (_either(_FLAG, _COUNT), "attn_temperature_tuning"),
     (_either(_FLAG, _TEXT), "use_bidirectional_attention"),
     (
         _numbers(0.0, 1.0),
@@ -123,7 +125,7 @@ _NAMES: tuple[tuple[_Kind, str], ...] = (
         "expand mamba_expand expand_k expand_v routed_scaling_factor swiglu_limit swiglu_alpha embedding_multiplier "
         "logits_scaling logit_scale residual_multiplier attention_multiplier",
     ),
-    (_UP_FROM_ZERO, "mscale mscale_all_dim llama_4_scaling_beta"),
+    (_UP_FROM_ZERO, "mscale mscale_all_dim llama_4_scaling_beta attn_scale"),
     (_lists(_POSITIVE), "short_factor long_factor"),
     (_lists(_numbers(0.0, math.inf), 2), "time_step_limit"),
     (

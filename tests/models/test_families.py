@@ -47,6 +47,10 @@ def test_greedy_texts_with_padding_on_either_side(kind):
 @each
 def test_pages_are_the_whole(kind):
     served = Served(model_of(kind), tokens()[:, :9])
+    if kind == "llama4_text with chunks":
+        with pytest.raises(ValueError, match="texts of at most chunk_size=4 tokens in pages"):
+            served.step((0, 5), (1, 3))
+        return
     for counts in ((5, 3), (1, 1), (3, 5)):
         served.step(*enumerate(counts))
     served.agrees()
@@ -116,6 +120,7 @@ def test_an_unknown_name_is_told_the_nearest_one():
         ("gemma4_text", {"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input"),
         ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block"),
         ("granitemoehybrid", {"mamba_d_head": 12}, "mamba_d_head: expected 'auto' or the 64 features"),
+        ("llama4_text", {"num_experts_per_tok": 2}, "num_experts_per_tok"),
         ("cohere", {"use_qk_norm": True}, "use_qk_norm"),
         ("phi", {"qk_layernorm": True}, "qk_layernorm"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers: expected"),
@@ -186,6 +191,29 @@ def test_text_positions_of_several_axes_are_those_of_one():
     plain, axes = ejx.nn.RotaryEmbedding(8), ejx.nn.RotaryEmbedding(8, mrope_section=(1, 1, 2))
     offset = jnp.asarray([0, 4, -2])
     np.testing.assert_array_equal(axes(x, offset=offset), plain(x, offset=offset))
+
+
+@pytest.mark.parametrize("left", [0, 3])
+def test_chunks_are_counted_from_the_first_real_token(left):
+    """In whole rows, in segments, in a packed call and after a cache: each chunk as a call of its own."""
+    layer = ejx.nn.MultiHeadAttention(16, num_heads=2, chunk_size=4, platform="xla", key=jax.random.key(1))
+    plain = ejx.nn.MultiHeadAttention(16, num_heads=2, platform="xla", key=jax.random.key(1))
+    x = jax.random.normal(jax.random.key(0), (2, 10, 16))
+    expected = jnp.concatenate([plain(x[:, at : at + 4]) for at in (0, 4, 8)], axis=1)
+    padded = jnp.concatenate([jnp.full((2, left, 16), jnp.nan), x], axis=1)
+    real = jnp.broadcast_to(jnp.arange(left + 10) >= left, (2, left + 10))
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5)
+    close(layer(padded, padding_mask=real)[:, left:], expected)
+    _, cache = layer(padded[:, : left + 6], layer.init_cache(2, 12), padding_mask=real[:, : left + 6])
+    close(layer(x[:, 6:], cache)[0], expected[:, 6:])
+    if not left:
+        close(layer(x), expected)
+        packed = layer(x.reshape(20, 16), cu_seqlens=jnp.asarray([0, 10, 20]))
+        close(packed.reshape(2, 10, 16), expected)
+        halves = layer(x, segment_ids=jnp.asarray([[0] * 6 + [1] * 4] * 2))
+        close(halves[:, 6:8], plain(x[:, 6:8]))
+        with pytest.raises(ValueError, match="chunk_size: expected None but in a causal layer"):
+            ejx.nn.MultiHeadAttention(16, num_heads=2, chunk_size=4, causal=False, key=jax.random.key(1))
 
 
 def test_queries_grow_with_their_positions():

@@ -132,7 +132,7 @@ def _filled_layer(layer: Any, view: Any) -> Any:
     names = ("norm", None, None, None) if layer.mlp is None else _NORM_NAMES[layer.config.norms]
     if view.has("post_self_attn_layernorm.weight"):
         names = _GLM4_NORMS
-    mlp = _first(view, ("mlp", "block_sparse_moe", "shared_mlp"))
+    mlp = _first(view, ("mlp", "block_sparse_moe", "shared_mlp", "feed_forward"))
     fields = dict(zip(_NORM_FIELDS, names)) | {"mixer": _first(view, _MIXERS), "mlp": mlp}
     there = [field for field, name in fields.items() if name and getattr(layer, field) is not None]
     new = [fill(getattr(layer, field), view.at(fields[field])) for field in there]

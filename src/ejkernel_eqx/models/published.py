@@ -44,6 +44,7 @@ _QWEN3_5_MOE = {"full_attention_interval": 4, "intermediate_size": 512}  # of no
 
 FAMILIES: dict[str, _Family] = {
     "llama": _Family(),
+    "llama4_text": _Family(defaults=_EPS | {"intermediate_size_mlp": 16384}),
     "mistral": _Family(),
     "qwen2": _Family(),
     "qwen3": _Family(),
@@ -162,6 +163,7 @@ def stop_tokens(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 _BIDIRECTIONAL_PROMPTS = ("paligemma", "colpali")
+_WIDTHS = {"granitemoehybrid": "shared_intermediate_size", "llama4_text": "intermediate_size_mlp"}
 _MLP_BIASES = ("arcee", "granite", "llama", "seed_oss", "smollm3")
 _NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers")
 _OPTIONS = {
@@ -206,7 +208,7 @@ def _layer(config: Entries, family: _Family, index: int) -> LayerConfig:
 def _mlp(config: Entries, family: _Family, index: int) -> MLPConfig | MoEConfig:
     kind = config["model_type"]
     # A mixture of one expert is that expert, but for one beside it.
-    if experts_of(config, index) > (0 if kind == "granitemoehybrid" else 1):
+    if experts_of(config, index) > (0 if kind in ("granitemoehybrid", "llama4_text") else 1):
         options = mixture_of_experts_options(config, index)
         return MoEConfig({name: value for name, value in options.items() if name != "embed_dim"})
     if config["model_type"] == "gpt_oss":
@@ -224,7 +226,7 @@ def _mlp(config: Entries, family: _Family, index: int) -> MLPConfig | MoEConfig:
     has_bias = kind in _MLP_BIASES and bool(config.get("mlp_bias", False))
     has_bias |= kind == "phi" or (kind == "starcoder2" and bool(config.get("use_bias", True)))
     activation: Any = ACTIVATIONS.get(name, name)
-    size = config["shared_intermediate_size" if kind == "granitemoehybrid" else "intermediate_size"]
+    size = config[_WIDTHS.get(kind, "intermediate_size")]
     return MLPConfig(size, activation, has_bias, family.has_gate)
 
 

@@ -34,6 +34,7 @@ from .attention_inputs import (
     check_pages,
     head_dim_of,
     read_biases,
+    read_chunk,
     read_temperature,
     window_of,
 )
@@ -50,7 +51,7 @@ from .rolling_cache import RollingKVCache
 from .signatures import AnyInputs, Cache, Inputs, Lse, Output, PageInputs, Pages, RowCache, Tokens
 from .split_attention import attention_over, on_whole_rows, places_over
 from .tokens import clear, merge_heads, normed, split_heads
-from .windows import check_scalar, read_window, with_window
+from .windows import check_scalar, read_window, with_chunks, with_window
 
 
 class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
@@ -93,6 +94,7 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
     alibi: tuple[float, ...] | None = eqx.field(static=True)
     output_gate: bool = eqx.field(static=True)
     temperature: tuple[float, int, int] | None = eqx.field(static=True)
+    chunk_size: int | None = eqx.field(static=True)
     compute_dtype: str | None = eqx.field(static=True)
 
     def __init__(
@@ -107,7 +109,7 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         v_embed_dim: int | None = None,
         output_size: int | None = None,
         rope: RotaryEmbedding | RotaryChoice | None = None,
-        qk_norm: bool | Literal["heads", "all"] = False,
+        qk_norm: bool | Literal["heads", "all", "unit"] = False,
         qk_norm_eps: float = 1e-6,
         use_qkv_bias: bool | tuple[bool, bool, bool] = False,
         use_output_bias: bool = False,
@@ -121,6 +123,7 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         temperature: tuple[float, int, int] | None = None,
         v_norm: bool = False,
         keys_as_values: bool = False,
+        chunk_size: int | None = None,
         dropout_rate: float = 0.0,
         deterministic: bool = False,
         sequence_axis: str | None = None,
@@ -143,7 +146,8 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         - `output_size`: features `O` of the output; default `E`.
         - `rope`: rotary embedding of queries and keys; default none.
         - `qk_norm`: RMS norm of queries and keys before the rotation. `True` or `"heads"`: each head separately, with learned weights `[D]`
-            (Qwen3). `"all"`: all heads together, with learned weights `[H * D]` and `[K * D]` (OLMo-2).
+            (Qwen3). `"all"`: all heads together, with learned weights `[H * D]` and `[K * D]` (OLMo-2). `"unit"`: each head, without weights
+            (Llama 4).
         - `qk_norm_eps`: added to the mean square.
         - `use_qkv_bias`, `use_output_bias`: whether the projections have biases. Three flags set queries, keys and values separately.
         - `alibi`: linear biases (Press et al. 2022, arXiv:2108.12409), for causal layers. `True` uses the published slopes
@@ -159,6 +163,8 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
             rotation (Ministral 3, Llama 4); default none.
         - `v_norm`: whether the values of each head are divided by their root mean square (Gemma 4), with `qk_norm_eps`.
         - `keys_as_values`: whether values are the projected keys, before their norm and rotation; `v_proj` is then `None` (Gemma 4).
+        - `chunk_size`: tokens of a row see those of their own chunk of so many positions alone (Llama 4), in causal layers without a window. Pages
+            then hold at most one chunk of each text.
         - `sequence_axis`: a mesh axis that the tokens are split over. Calls without a cache then run [`ejkernel_eqx.RingAttention`][]: under `jit` on
             whole rows, inside `jax.shard_map` on one device's tokens. Those with a cache are as without it.
         - `token_order`: the `order` of `RingAttention`, with `sequence_axis`. In zigzag order `padding_mask`, `segment_ids`, `positions`, `mask` and
@@ -201,7 +207,11 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         self.v_proj = own_values
         self.o_proj = parts.linear(num_heads * v_head_dim, output_size, use_output_bias)
         norm = lambda heads: eqx.nn.RMSNorm(
-            (heads if self.norm_over_all else 1) * head_dim, qk_norm_eps, use_bias=False, dtype=parts.dtype
+            (heads if self.norm_over_all else 1) * head_dim,
+            qk_norm_eps,
+            use_weight=qk_norm != "unit",
+            use_bias=False,
+            dtype=parts.dtype,
         )
         self.q_norm, self.k_norm = (norm(num_heads), norm(num_kv_heads)) if qk_norm else (None, None)
         check_flags(v_norm=v_norm)
@@ -210,6 +220,7 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         self.sinks = jnp.zeros(num_heads, parts.dtype) if sinks else None
         self.rope = rope
         self.sliding_window = read_window(sliding_window, causal)
+        self.chunk_size = read_chunk(chunk_size, causal and sliding_window is None and sequence_axis is None)
         sliding_window = None if isinstance(sliding_window, Array | np.ndarray) else sliding_window
         limits: Any = (sliding_window, logits_soft_cap, softmax_scale)
         kernel: Any = {"deterministic": deterministic, "platform": platform, "config": config}
@@ -450,13 +461,18 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         attention = self.attention if cache is None else on_whole_rows(self.attention)
         places = places_over(attention, self.rope, given.positions, rows, x)
         q, k, v, gate = self._heads(x, source, values, places)
+        size, mask = self.chunk_size, with_window(self.sliding_window, given.mask)
+        if size is not None and (cache is not None or rows.cu_seqlens is not None):
+            mask = with_chunks(size, mask)
+        elif size is not None:
+            rows = rows.in_chunks(size, x.shape[:-1])
         cache, k, v, visible = keys_of(cache, k, v, rows)
         out: Any = attention(
             q,
             k.astype(q.dtype),
             v.astype(q.dtype),
             bias=given.bias,
-            mask=with_window(self.sliding_window, given.mask),
+            mask=mask,
             **visible,
             sinks=self.sinks,
             alibi_slopes=self._slopes(q),
@@ -479,6 +495,11 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         return_lse: bool,
     ) -> Any:
         """A call with a batch: keys and values are written to their pages first."""
+        if self.chunk_size is not None and batch.page_table.shape[-1] * batch.page_size > self.chunk_size:
+            raise ValueError(
+                f"batch: expected texts of at most chunk_size={self.chunk_size} tokens in pages, received a table for "
+                f"{batch.page_table.shape[-1] * batch.page_size}; serve shorter ones, or decode over rows."
+            )
         given: Any = {"query_start_loc": batch.query_start_loc, "max_query_len": batch.max_query_len}
         given |= {"sinks": self.sinks, "window": self.sliding_window, "return_lse": return_lse}
 

@@ -73,10 +73,10 @@ def check_heads(num_heads: int, num_kv_heads: int, head_dim: int, rope: Any) -> 
 
 def check_norm(qk_norm: Any) -> bool:
     """Returns whether all heads are normalised together."""
-    if not isinstance(qk_norm, bool | np.bool_) and qk_norm not in ("heads", "all"):
+    if not isinstance(qk_norm, bool | np.bool_) and qk_norm not in ("heads", "all", "unit"):
         raise ValueError(
-            f"qk_norm: expected True or False, 'heads' or 'all', received {qk_norm!r}; 'heads' (or True) normalises each head, "
-            "'all' all heads together."
+            f"qk_norm: expected True or False, 'heads', 'all' or 'unit', received {qk_norm!r}; 'heads' (or True) normalises each head, "
+            "'all' all heads together, 'unit' each head without weights."
         )
     return isinstance(qk_norm, str) and qk_norm == "all"
 
@@ -100,6 +100,17 @@ def check_keys_as_values(flag: Any, keys: tuple[int, int], values: tuple[int, in
             f"keys_as_values: expected keys and values of the same features, and of the same input, received {keys} and {values}; leave out "
             "v_head_dim and v_embed_dim."
         )
+
+
+def read_chunk(size: Any, is_possible: bool) -> int | None:
+    if size is None:
+        return None
+    (size,) = read_sizes(chunk_size=size)
+    if not is_possible:
+        raise ValueError(
+            f"chunk_size: expected None but in a causal layer without sliding_window and sequence_axis, received {size}; leave out the others."
+        )
+    return size
 
 
 def read_temperature(value: Any, rope: Any, sequence_axis: str | None) -> tuple[float, int, int] | None:

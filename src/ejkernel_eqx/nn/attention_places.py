@@ -31,6 +31,15 @@ class Rows(NamedTuple):
     kv_segment_ids: AnyArray | None = None
     cu_seqlens: AnyArray | None = None
 
+    def in_chunks(self, size: int, shape: tuple[int, ...]) -> "Rows":
+        """The rows `[..., T]` whose tokens see their own chunk alone: as segments, counted from the first real token."""
+        at = count_from(0 if self.offset is None else self.offset, shape[:-1], shape[-1])
+        ids = jnp.broadcast_to(at // size, shape)
+        if self.segment_ids is not None:
+            given = jnp.asarray(self.segment_ids)
+            ids = jnp.where(given < 0, -1, given * (shape[-1] // size + 2) + ids)
+        return self._replace(segment_ids=ids, kv_segment_ids=ids)
+
 
 class Places(NamedTuple):
     """The positions for the rotation, as the arguments of `RotaryEmbedding`."""

@@ -130,7 +130,7 @@ def plain_norms(q_norm: Any, k_norm: Any, over_all: bool) -> dict[str, Any] | No
     norms = (q_norm, k_norm)
     if norms == (None, None):
         return {}
-    plain = not over_all and all(norm is not None and _is_plain(norm) for norm in norms)
+    plain = not over_all and all(n is not None and n.weight is not None and _is_plain(n) for n in norms)
     if not plain or q_norm.eps != k_norm.eps:
         return None
     return {"q_norm": q_norm.weight, "k_norm": k_norm.weight, "norm_eps": q_norm.eps}

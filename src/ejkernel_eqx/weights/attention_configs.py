@@ -7,11 +7,11 @@ from .._entries import Entries
 from ..rotary import RotaryEmbedding
 from .configs import check_type, Config, head_width, kimi_layer_type, layer_type, read_model, refuse, take
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 _ONE_WINDOW = ("mistral", "ministral3", "mixtral", "phi3", "minimax", "qwen3_moe", "starcoder2")
 """Models whose layers are all alike."""
 _ORIGINAL = "original_max_position_embeddings"
-_INTERLEAVED = ("cohere", "cohere2", "glm4")
+_INTERLEAVED = ("cohere", "cohere2", "glm4", "llama4_text")
 _LAYER = "MultiHeadAttention"
 
 
@@ -35,7 +35,7 @@ def attention_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
         config = _of_one_layer(config, layer_index, found)
     heads, width = take(config, "num_attention_heads", "n_head"), take(config, "hidden_size", "n_embd")
     config.check_divides("num_key_value_heads", "num_attention_heads")
-    check_type(config, layer_index, found, (_FULL, _SLIDING), _LAYER)
+    check_type(config, layer_index, found, (_FULL, _SLIDING, _CHUNKED), _LAYER)
     options: dict[str, Any] = {
         "embed_dim": width,
         "num_heads": heads,
@@ -57,7 +57,7 @@ def attention_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
 
 def _rotates(config: Entries, index: int, found: str) -> bool:
     kind, listed = config["model_type"], config.get("no_rope_layers")
-    if kind == "smollm3":  # where 0 stands for none
+    if kind in ("smollm3", "llama4_text"):  # where 0 stands for none
         if listed and index >= len(listed):
             raise config.wrong("no_rope_layers", f"a number for each layer, also for layer {index}")
         return bool(listed[index] if listed else (index + 1) % config["no_rope_layer_interval"])
@@ -95,6 +95,9 @@ def default_type(config: Entries, index: int) -> str:
         "minimax": index % 2 == 1,
         "granitemoehybrid": True,
     }
+    if kind == "llama4_text":
+        has_chunks = config.get("attention_chunk_size") is not None
+        return _CHUNKED if has_chunks and _rotates(config, index, _FULL) else _FULL
     if kind == "kimi_linear":
         return kimi_layer_type(config, index)
     if linear.get(kind, False):
@@ -184,6 +187,18 @@ def _gpt2(config: Config, layer_index: int) -> dict[str, Any]:
     return {"softmax_scale": scale}
 
 
+def _llama4(config: Entries, layer_index: int) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if layer_type(config, layer_index, lambda i: default_type(config, i)) == _CHUNKED:
+        options["chunk_size"] = take(config, "attention_chunk_size")
+    if not _rotates(config, layer_index, _FULL):
+        has_temperature = bool(config["attn_temperature_tuning"])
+        tempered = {"temperature": (float(config["attn_scale"]), config["floor_scale"], 1)}
+        return options | (tempered if has_temperature else {})
+    # A rotation changes no norm, so that this one may stand before it.
+    return options | ({**_qk_norm(config, layer_index), "qk_norm": "unit"} if config["use_qk_norm"] else {})
+
+
 def _olmo2(config: Config, layer_index: int) -> dict[str, Any]:
     return {"qk_norm": "all", "qk_norm_eps": take(config, "rms_norm_eps")}
 
@@ -247,6 +262,7 @@ _OTHERS: dict[str, Callable[[Entries, int], dict[str, Any]]] = {
     "gpt2": _gpt2,
     "gpt_oss": _gpt_oss,
     **dict.fromkeys(("granite", "granitemoe", "granitemoehybrid"), _granite),
+    "llama4_text": _llama4,
     "minimax_m2": _olmo2,
     "ministral3": _ministral3,
     "olmo2": _olmo2,

@@ -6,6 +6,7 @@
 | Qwen, OLMoE, DeepSeek | `experts.0.gate_proj`, `up_proj`, `down_proj` |
 | transformers, once loaded | `experts.gate_up_proj` `[N, 2 F, E]`, all gates and then all ups; `experts.down_proj` `[N, E, F]` |
 | Granite | `input_linear` and `output_linear` for both; those of the shared expert beside it, in `shared_mlp` |
+| Llama 4, in `feed_forward` | `experts.gate_up_proj` `[N, E, 2 F]`, all gates and then all ups; `experts.down_proj` `[N, F, E]` |
 | GPT-OSS | `experts.gate_up_proj` `[N, E, 2 F]`, gate and up in turn; `experts.down_proj` `[N, F, E]`; `*_bias` |
 
 The router is `gate` or `router`, the expert of all tokens `shared_expert` or `shared_experts`.
@@ -63,6 +64,8 @@ def experts(module: Any, weights: Weights) -> Any:
     """All experts of a layer."""
     if weights.has("gate_up_proj_bias"):
         return _transposed(module, weights)
+    if weights.prefix.endswith("feed_forward.experts."):
+        return _transposed(module, weights, alternates=False)
     if weights.has("gate_up_proj"):
         return _halves(module, weights, "gate_up_proj", "down_proj")
     if weights.has("gate_proj"):  # by the names of the fields
@@ -78,14 +81,15 @@ def _halves(module: Any, weights: Weights, both: str, down: str) -> Any:
     return fill_fields(replaced(module, new), weights, {"down_proj": down}, skip=tuple(new))
 
 
-def _transposed(module: Any, weights: Weights) -> Any:
+def _transposed(module: Any, weights: Weights, alternates: bool = True) -> Any:
     count, inner, outer = module.gate_proj.shape
     dtype = module.gate_proj.dtype
     both = turned(weights.take_matrix("gate_up_proj", (count, outer, 2 * inner), dtype))
     down = turned(weights.take_matrix("down_proj", (count, inner, outer), dtype))
-    # Gate and up alternate along the last axis as published, and all three are published transposed.
-    alternate = [rows_of(both, slice(start, None, 2)) for start in range(2)]
-    new: dict[str, Any] = dict(zip(_FIELDS, (*alternate, down)))
+    # All three are published transposed. In GPT-OSS gate and up alternate along the last axis.
+    halves = (slice(inner), slice(inner, None))
+    parts = (slice(0, None, 2), slice(1, None, 2)) if alternates else halves
+    new: dict[str, Any] = dict(zip(_FIELDS, (*(rows_of(both, part) for part in parts), down)))
     if module.gate_proj_bias is not None:
         biases = weights.take("gate_up_proj_bias", (count, 2 * inner), module.gate_proj_bias.dtype)
         new |= {"gate_proj_bias": biases[:, 0::2], "up_proj_bias": biases[:, 1::2]}
