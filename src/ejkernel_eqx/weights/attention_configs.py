@@ -35,7 +35,8 @@ def attention_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
         config = _of_one_layer(config, layer_index, found)
     heads, width = take(config, "num_attention_heads", "n_head"), take(config, "hidden_size", "n_embd")
     config.check_divides("num_key_value_heads", "num_attention_heads")
-    check_type(config, layer_index, found, (_FULL, _SLIDING, _CHUNKED), _LAYER)
+    types = (_FULL, _CHUNKED) if kind == "llama4_text" else (_FULL, _SLIDING)
+    check_type(config, layer_index, found, types, _LAYER)
     options: dict[str, Any] = {
         "embed_dim": width,
         "num_heads": heads,
