@@ -98,7 +98,7 @@ _NAMES: tuple[tuple[_Kind, str], ...] = (
     ),
     (
         _FLAG,
-        "mamba_conv_bias mamba_proj_bias qk_layernorm attention_k_eq_v enable_moe_block mla_use_nope "
+        "use_parallel_residual mamba_conv_bias mamba_proj_bias qk_layernorm attention_k_eq_v enable_moe_block mla_use_nope "
         "attention_bias attention_out_bias mlp_bias qkv_bias use_bias use_qk_norm use_conv_bias tie_word_embeddings use_sliding_window "
         "attn_output_gate rope_interleave scale_attn_weights "
         "scale_attn_by_inverse_layer_idx norm_topk_prob truncate use_short_conv use_output_gate "

@@ -229,3 +229,12 @@ def test_queries_grow_with_their_positions():
     np.testing.assert_allclose(layer(x)[:, 8], scaled(x)[:, 8], atol=1e-5)
     with pytest.raises(ValueError, match="temperature: expected"):
         ejx.nn.MultiHeadAttention(16, temperature=(0.5, 0, 1), **options)
+
+
+def test_a_head_that_is_missing_is_named(tmp_path):
+    """Also where the outer configuration alone says that it is not the embedding."""
+    kind = "qwen3_vl_text"
+    outer = {"model_type": "qwen3_vl", "text_config": GOLDEN[kind]["config"]["text_config"]}
+    with pytest.raises(ejx.CheckpointError, match=r"it has no 'lm_head\.weight'"):
+        ejx.models.from_pretrained(folder_of(kind, tmp_path, **outer, tie_word_embeddings=False))
+    assert ejx.models.from_pretrained(folder_of(kind, tmp_path)).head is None

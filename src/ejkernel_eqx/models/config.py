@@ -7,11 +7,11 @@ from typing import Any, Literal
 from ..nn.activations import ACTIVATIONS, UNGATED
 from ..nn.arguments import check_eps, check_flags, check_numbers, check_sizes
 
-Norms = Literal["pre", "post", "around", "residual", "parallel"]
+Norms = Literal["pre", "post", "around", "residual", "parallel", "parallel_apart"]
 NormType = Literal["rms", "layer", "layer_without_bias"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu", "relu2"]
 
-NORMS = ("pre", "post", "around", "residual", "parallel")
+NORMS = ("pre", "post", "around", "residual", "parallel", "parallel_apart")
 _NORM_TYPES = ("rms", "layer", "layer_without_bias")
 
 
@@ -90,6 +90,7 @@ class LayerConfig:
     - `norms`: where the norms are. `"pre"`: before the mixer and before the MLP (Llama). `"post"`: behind each (OLMo-2).
         `"around"`: before and behind each (Gemma 2 and 3). `"residual"`: before each, and the residual is the normalised input
         (MiniMax). `"parallel"`: one, whose output both the mixer and the MLP take; both are added to the residual (Phi-2, Cohere).
+        `"parallel_apart"`: the same with a norm for each (Pythia).
     - `mixer_scales`, `mlp_scales`: what the residual and the branch are multiplied by (MiniMax's alpha and beta).
     - `output_scale`: whether the tokens are multiplied by a learned number behind the MLP (Gemma 4).
     """

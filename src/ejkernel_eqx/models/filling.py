@@ -13,15 +13,17 @@ from ..weights.experts import fused_mlp
 from ..weights.fill import fill, is_parameter, placed_as, sharding_of
 from ..weights.quantised.values import check_alike, empty_stack, rows_of
 
-_ROOTS = ("model", "backbone", "model.language_model", "language_model.model", "transformer")
-_EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight", "embedding.weight")
-_FINAL_NORMS = ("norm", "norm_f", "final_layernorm")
-_MIXERS = ("self_attn", "linear_attn", "mixer", "attn", "mamba")
+_ROOTS = ("model", "backbone", "model.language_model", "language_model.model", "transformer", "gpt_neox")
+_EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight", "embedding.weight", "embed_in.weight")
+_FINAL_NORMS = ("norm", "norm_f", "final_layernorm", "final_layer_norm")
+_HEADS = ("lm_head", "embed_out")
+_MIXERS = ("self_attn", "linear_attn", "mixer", "attn", "mamba", "attention")
 _NORM_FIELDS = ("mixer_norm", "mixer_out_norm", "mlp_norm", "mlp_out_norm")
 _NORM_NAMES = {
     "pre": ("input_layernorm", None, "post_attention_layernorm", None),
     "residual": ("input_layernorm", None, "post_attention_layernorm", None),
     "parallel": ("input_layernorm", None, None, None),
+    "parallel_apart": ("input_layernorm", None, "post_attention_layernorm", None),
     "post": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
     "around": (
         "input_layernorm",
@@ -31,7 +33,7 @@ _NORM_NAMES = {
     ),
 }
 
-_UPS, _DOWNS = ("up_proj", "fc1", "c_fc"), ("down_proj", "fc2", "c_proj")
+_UPS, _DOWNS = ("up_proj", "fc1", "c_fc", "dense_h_to_4h"), ("down_proj", "fc2", "c_proj", "dense_4h_to_h")
 _GLM4_NORMS = (
     "input_layernorm",
     "post_self_attn_layernorm",
@@ -52,8 +54,9 @@ def filled_decoder(model: Any, weights: Any) -> Any:
     norm = fill(model.norm, body.at(_first(body, _FINAL_NORMS)))
     head = model.head
     if head is not None:
-        above = next((view for view in views if view.has("lm_head.weight")), weights)
-        head = fill(head, above.at("lm_head"))
+        places = ((view, name) for view in views for name in _HEADS if view.has(f"{name}.weight"))
+        above, name = next(places, (weights, "lm_head"))
+        head = fill(head, above.at(name))
     else:
         for view in views:
             _check_tied(view, embedding)

@@ -170,7 +170,11 @@ class DecoderLayer(Module):
             return self._through(x, cache, rows, False)[:2]
         with multiplied_by(self.matmul):
             # Attention computes the norm and the residual around it.
-            if type(self.mixer) is MultiHeadAttention and self.config.norms not in ("residual", "parallel"):
+            if type(self.mixer) is MultiHeadAttention and self.config.norms not in (
+                "residual",
+                "parallel",
+                "parallel_apart",
+            ):
                 return self._of_few(x, cache, rows)
             return self._through(x, cache, rows, False)[:2]
 
@@ -194,7 +198,8 @@ class DecoderLayer(Module):
         if self.mlp is None:
             return _added(residual, out, self.config.mixer_scales), cache, None
         readers = 2 if cache is None and type(self.mlp) is MLP and self.mlp.config.gated else 1
-        if self.config.norms == "parallel":
+        if self.config.norms.startswith("parallel"):
+            h = h if self.mlp_norm is None else normed(self.mlp_norm, x)
             x, copies = _added(residual, out, self.config.mixer_scales), ()
         else:
             (h, *copies), x = self._into_branch(self.mlp_norm, residual, out, readers)

@@ -53,6 +53,9 @@ FAMILIES: dict[str, _Family] = {
     "gemma2": _Family("around", scaled_embedding=True, defaults=_TIED | {"final_logit_softcapping": 30.0}),
     "gemma3_text": _Family("around", scaled_embedding=True, defaults=_TIED | _GEMMA3),
     "gemma4_text": _Family("around", scaled_embedding=True, output_scale=True, defaults=_TIED),
+    "gpt_neox": _Family(
+        "parallel_apart", has_gate=False, norm_type="layer", defaults=_LAYER_EPS | {"hidden_act": "gelu"}
+    ),
     "gpt_oss": _Family(defaults=_EPS),
     "olmo2": _Family("post", defaults=_EPS),
     "deepseek_v2": _Family(attention="latent_attention"),
@@ -201,8 +204,11 @@ def _layer(config: Entries, family: _Family, index: int) -> LayerConfig:
     mlp = _mlp(config, family, index) if family.has_mlp else None
     if (scale := config.get("residual_multiplier", 1.0)) != 1:  # Granite
         return LayerConfig(mixer, options, mlp, family.norms, (1.0, scale), (1.0, scale))
+    norms = family.norms
+    if norms == "parallel_apart" and not config.get("use_parallel_residual", True):
+        norms = "pre"
     given = (scales(branch), scales("mlp"), family.output_scale)
-    return LayerConfig(mixer, options, mlp, family.norms, *given)
+    return LayerConfig(mixer, options, mlp, norms, *given)
 
 
 def _mlp(config: Entries, family: _Family, index: int) -> MLPConfig | MoEConfig:
@@ -224,7 +230,7 @@ def _mlp(config: Entries, family: _Family, index: int) -> MLPConfig | MoEConfig:
             f"hidden_act: expected one of {', '.join(ACTIVATIONS)}, received {name!r}; build a DecoderConfig by hand."
         )
     has_bias = kind in _MLP_BIASES and bool(config.get("mlp_bias", False))
-    has_bias |= kind == "phi" or (kind == "starcoder2" and bool(config.get("use_bias", True)))
+    has_bias |= kind in ("gpt_neox", "phi") or (kind == "starcoder2" and bool(config.get("use_bias", True)))
     activation: Any = ACTIVATIONS.get(name, name)
     size = config[_WIDTHS.get(kind, "intermediate_size")]
     return MLPConfig(size, activation, has_bias, family.has_gate)

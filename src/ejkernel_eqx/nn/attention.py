@@ -64,8 +64,8 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
 
     where the rotation, the norms and the gate $g$ are optional, as are biases, sinks, a soft cap and a window. Parameters have the names
     and shapes (`[out, in]`) of the published model code, so published weights load by renaming; the guide "Layers" lists the constructor
-    calls for Llama, Mistral, Gemma-2, Qwen3 and GPT-OSS. `from_config` supports Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma 2 and 3, GPT-OSS,
-    OLMo-2, Phi-3, GPT-NeoX, GPT-2, and the softmax layers of Qwen3-Next, Qwen3.5 and MiniMax.
+    calls for Llama, Mistral, Gemma-2, Qwen3 and GPT-OSS. `from_config` supports the softmax layers of the models in the guide
+    "Published models", besides GPT-NeoX and GPT-2.
     """
 
     q_proj: eqx.nn.Linear  # [H * D, E]; with a gate [H * (D + V), E], each head's query and then its gate
