@@ -1,6 +1,7 @@
 """The entries of a `config.json`: the type and the bounds of each, in one table, checked where an entry is read."""
 
 import math
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -68,53 +69,63 @@ _NAMES: tuple[tuple[_Kind, str], ...] = (
     (
         _SIZE,
         "hidden_size n_embd intermediate_size num_attention_heads n_head num_key_value_heads "
-        "num_kv_heads num_heads head_dim global_head_dim rotary_dim kv_lora_rank q_lora_rank "
+        "num_global_key_value_heads num_kv_heads num_heads head_dim global_head_dim rotary_dim kv_lora_rank q_lora_rank "
         "qk_nope_head_dim qk_rope_head_dim v_head_dim state_size conv_kernel conv_size n_groups "
         "short_conv_kernel_size linear_num_key_heads linear_num_value_heads linear_key_head_dim "
         "linear_value_head_dim linear_conv_kernel_dim linear_head_dim linear_num_heads "
         "moe_intermediate_size shared_expert_intermediate_size num_experts_per_tok default_num_experts "
-        "n_group topk_group full_attention_interval sliding_window_pattern",
+        "attention_chunk_size floor_scale interleave_moe_layer_step intermediate_size_mlp "
+        "mamba_n_heads mamba_n_groups mamba_d_state mamba_d_conv "
+        "n_group topk_group full_attention_interval sliding_window_pattern no_rope_layer_interval",
     ),
     (
         _COUNT,
         "num_experts num_local_experts n_routed_experts n_shared_experts decoder_sparse_step "
-        "first_k_dense_replace moe_layer_freq max_window_layers",
+        "first_k_dense_replace moe_layer_freq max_window_layers num_nextn_predict_layers "
+        "num_kv_shared_layers hidden_size_per_layer_input shared_intermediate_size",
     ),
     (_integers(1, 2**40), "sliding_window"),
-    (_either(_SIZE, _AUTO), "time_step_rank"),
+    (_either(_SIZE, _AUTO), "time_step_rank mamba_d_head"),
     (_LENGTH, "max_position_embeddings original_max_position_embeddings"),
     (_either(_TOKEN, _lists(_TOKEN)), "eos_token_id"),
-    (_lists(_INDEX), "mlp_only_layers kda_layers layers mrope_section"),
-    (_lists(_TEXT), "layer_types modules_to_not_convert ignored_layers ignore targets"),
+    (_lists(_INDEX), "mlp_only_layers kda_layers layers mrope_section no_rope_layers moe_layers"),
+    (_lists(_TEXT), "layer_types mlp_layer_types modules_to_not_convert ignored_layers ignore targets"),
     (
         _TEXT,
         "model_type hidden_act hidden_activation dtype torch_dtype rope_type type topk_method "
         "scoring_func feature_map quant_method fmt version format checkpoint_format pack_dtype strategy "
-        "quantization_status",
+        "quantization_status position_embedding_type",
     ),
     (
         _FLAG,
-        "attention_bias mlp_bias qkv_bias use_bias use_conv_bias tie_word_embeddings use_sliding_window "
-        "use_bidirectional_attention attn_output_gate rope_interleave scale_attn_weights "
+        "use_parallel_residual mamba_conv_bias mamba_proj_bias qk_layernorm attention_k_eq_v enable_moe_block mla_use_nope "
+        "attention_bias attention_out_bias mlp_bias qkv_bias use_bias use_qk_norm use_conv_bias tie_word_embeddings use_sliding_window "
+        "attn_output_gate rope_interleave scale_attn_weights "
         "scale_attn_by_inverse_layer_idx norm_topk_prob truncate use_short_conv use_output_gate "
         "elementwise_affine use_gk use_gv mrope_interleaved zero_point sym desc_act symmetric is_marlin_format",
     ),
-    (_TABLE, "text_config linear_attn_config attn rope_scaling rope_parameters"),
+    (_TABLE, "text_config per_layer_config linear_attn_config attn rope_scaling rope_parameters"),
     (_TABLE, "quantization_config config_groups weights sparsity_config transform_config"),
     (_integers(1, 64), "bits num_bits"),
     (_either(_integers(-1, -1), _SIZE), "group_size"),
     (_lists(_SIZE, 2), "weight_block_size block_structure"),
     (_either(_FLAG, _TABLE, _TEXT), "dynamic"),
-    (_numbers(0.0, 1.0), "rms_norm_eps layer_norm_epsilon norm_eps mixer_rms_eps"),
+    (_either(_FLAG, _COUNT), "attn_temperature_tuning"),
+    (_either(_FLAG, _TEXT), "use_bidirectional_attention"),
+    (
+        _numbers(0.0, 1.0),
+        "rms_norm_eps layer_norm_epsilon norm_eps mixer_rms_eps layer_norm_eps norm_epsilon",
+    ),
     (_THETA, "rope_theta global_rope_theta rotary_emb_base rope_local_base_freq local_rope_theta"),
     (_numbers(1e-6, 1.0), "partial_rotary_factor rotary_pct"),
     (
         _POSITIVE,
         "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping clip_qkv factor "
         "attention_factor beta_fast beta_slow low_freq_factor high_freq_factor short_mscale long_mscale "
-        "expand expand_k expand_v routed_scaling_factor swiglu_limit swiglu_alpha",
+        "expand mamba_expand expand_k expand_v routed_scaling_factor swiglu_limit swiglu_alpha embedding_multiplier "
+        "logits_scaling logit_scale residual_multiplier attention_multiplier",
     ),
-    (_UP_FROM_ZERO, "mscale mscale_all_dim"),
+    (_UP_FROM_ZERO, "mscale mscale_all_dim llama_4_scaling_beta attn_scale"),
     (_lists(_POSITIVE), "short_factor long_factor"),
     (_lists(_numbers(0.0, math.inf), 2), "time_step_limit"),
     (
@@ -129,6 +140,7 @@ FIELDS = {name: kind for kind, names in _NAMES for name in names.split()}
 # Numbers that are computed with; elsewhere null says that there is none.
 _NEVER_NULL = frozenset(
     "max_window_layers sliding_window_pattern full_attention_interval routed_scaling_factor swiglu_limit swiglu_alpha "
+    "no_rope_layer_interval embedding_multiplier logits_scaling logit_scale residual_multiplier attention_multiplier "
     "rms_norm_eps layer_norm_epsilon norm_eps mixer_rms_eps linear_head_dim linear_num_heads linear_conv_kernel_dim "
     "full_attn_alpha_factor full_attn_beta_factor linear_attn_alpha_factor linear_attn_beta_factor mlp_alpha_factor "
     "mlp_beta_factor".split()
@@ -173,6 +185,11 @@ class Entries(Mapping[str, Any]):
     def raw(self, name: str) -> Any:
         """An entry unchecked, whatever its name: the keys of an object may be those of the model."""
         return self._config.get(name)
+
+    def changed(self, **entries: Any) -> "Entries":
+        """The same entries, but for these."""
+        both: Any = (entries, self._config)
+        return Entries(ChainMap(*both), self._path, self._defaults)
 
     def known(self) -> dict[str, Any]:
         """All entries but nulls: checked if the table has them."""

@@ -104,14 +104,15 @@ def test_token_by_token_is_the_whole(name, rolling):
 class Served:
     """Texts in pages and slots that were never written, and the logits of every token served."""
 
-    def __init__(self, name: str, rows: Any = TOKENS, **options):
-        self.model, self.rows, self.table = model_of(name), np.array(rows), ejx.PageTable(8, 4)
+    def __init__(self, model: str | Decoder, rows: Any = TOKENS, **options):
+        self.model = model_of(model) if isinstance(model, str) else model
+        self.rows, self.table = np.array(rows), ejx.PageTable(8, 4)
         cache = self.model.init_serving_cache(num_pages=8, page_size=4, num_slots=2, **options)
         self.cache: Any = jax.tree.map(
             lambda x: jnp.full_like(x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x, cache
         )
         self.call = eqx.filter_jit(lambda model, tokens, cache, batch: model(tokens, cache, batch=batch))
-        self.found = np.full((*self.rows.shape, 50), np.nan, np.float32)
+        self.found = np.full((*self.rows.shape, self.model.config.vocab_size), np.nan, np.float32)
 
     def step(self, *work: tuple[int, int]) -> ejx.RaggedBatch:
         """So many tokens of each text."""

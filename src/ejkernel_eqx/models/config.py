@@ -4,13 +4,15 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from ..nn.activations import ACTIVATIONS
+from ..nn.activations import ACTIVATIONS, UNGATED
 from ..nn.arguments import check_eps, check_flags, check_numbers, check_sizes
 
-Norms = Literal["pre", "post", "around", "residual"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu"]
+Norms = Literal["pre", "post", "around", "residual", "parallel", "parallel_apart"]
+NormType = Literal["rms", "layer", "layer_without_bias"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu", "relu2"]
 
-NORMS = ("pre", "post", "around", "residual")
+NORMS = ("pre", "post", "around", "residual", "parallel", "parallel_apart")
+_NORM_TYPES = ("rms", "layer", "layer_without_bias")
 
 
 def _check_one_of(name: str, value: Any, known: Any) -> None:
@@ -30,16 +32,18 @@ class MLPConfig:
     - `activation`: $f$: `"silu"` (SwiGLU), `"gelu"`, `"gelu_tanh"` (GeGLU, Gemma), `"relu"`; or `"clamped_swiglu"`, GPT-OSS's
         $(\mathrm{up} + 1) \odot \mathrm{gate} \odot \sigma(1.702\,\mathrm{gate})$, with both clamped at 7.
     - `use_bias`: whether the projections have biases.
+    - `gated`: whether there is a gate; without, $W_{down}\,f(W_{up} x)$, where $f$ may also be `"relu2"`, the square of `"relu"` (Arcee).
     """
 
     hidden_dim: int
     activation: Activation = "silu"
     use_bias: bool = False
+    gated: bool = True
 
     def __post_init__(self):
         check_sizes(hidden_dim=self.hidden_dim)
-        _check_one_of("activation", self.activation, ACTIVATIONS)
-        check_flags(use_bias=self.use_bias)
+        check_flags(use_bias=self.use_bias, gated=self.gated)
+        _check_one_of("activation", self.activation, ACTIVATIONS if self.gated else UNGATED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,10 +87,12 @@ class LayerConfig:
     - `options`: what the layer in `ejx.nn` is built with, besides the width, dtypes, platform and key. A mapping; kept sorted, so
         that equal layers are equal.
     - `mlp`: an `MLPConfig`, or a `MoEConfig` for a mixture of experts; `None` for none, as in Mamba.
-    - `norms`: where the RMS norms are. `"pre"`: before the mixer and before the MLP (Llama). `"post"`: behind each (OLMo-2).
+    - `norms`: where the norms are. `"pre"`: before the mixer and before the MLP (Llama). `"post"`: behind each (OLMo-2).
         `"around"`: before and behind each (Gemma 2 and 3). `"residual"`: before each, and the residual is the normalised input
-        (MiniMax).
+        (MiniMax). `"parallel"`: one, whose output both the mixer and the MLP take; both are added to the residual (Phi-2, Cohere).
+        `"parallel_apart"`: the same with a norm for each (Pythia).
     - `mixer_scales`, `mlp_scales`: what the residual and the branch are multiplied by (MiniMax's alpha and beta).
+    - `output_scale`: whether the tokens are multiplied by a learned number behind the MLP (Gemma 4).
     """
 
     mixer: str
@@ -95,6 +101,7 @@ class LayerConfig:
     norms: Norms = "pre"
     mixer_scales: tuple[float, float] = (1.0, 1.0)
     mlp_scales: tuple[float, float] = (1.0, 1.0)
+    output_scale: bool = False
 
     def __post_init__(self):
         from .mixers import MIXERS
@@ -102,6 +109,7 @@ class LayerConfig:
         _check_one_of("mixer", self.mixer, MIXERS)
         _check_one_of("norms", self.norms, NORMS)
         object.__setattr__(self, "options", _sorted(self.options))
+        check_flags(output_scale=self.output_scale)
         if self.mlp is not None and not isinstance(self.mlp, MLPConfig | MoEConfig):
             raise ValueError(
                 f"mlp: expected an MLPConfig, a MoEConfig or None, received {type(self.mlp).__name__}; MLPConfig(hidden_dim) is one."
@@ -124,12 +132,15 @@ class DecoderConfig:
 
     - `vocab_size`, `embed_dim`: rows and columns of the embedding.
     - `layers`: a `LayerConfig` for each layer.
-    - `norm_eps`: what the RMS norms add to the mean square.
+    - `norm_eps`: what the norms add to the mean square.
     - `embedding_scale`: what embeddings are multiplied by ($\\sqrt{E}$ in Gemma).
     - `tie_embeddings`: whether the head is the embedding.
     - `logits_soft_cap`: $c$ of $c \\tanh(\\mathrm{logits} / c)$; default none.
     - `unit_offset_norms`: whether the published norms are stored as `weight - 1` (Gemma, Qwen3-Next). For loading only.
     - `stop_tokens`: the tokens with which a text ends; the default of `generate`.
+    - `logits_scale`: what logits are multiplied by (Granite, Cohere).
+    - `norm_type`: `"rms"`; `"layer"` for layer norms, which subtract the mean; `"layer_without_bias"` (Cohere).
+    - `head_bias`: whether the head, where it is not the embedding, has a bias (Phi-2).
     """
 
     vocab_size: int
@@ -141,6 +152,9 @@ class DecoderConfig:
     logits_soft_cap: float | None = None
     unit_offset_norms: bool = False
     stop_tokens: tuple[int, ...] = ()
+    logits_scale: float = 1.0
+    norm_type: NormType = "rms"
+    head_bias: bool = False
 
     def __post_init__(self):
         check_sizes(vocab_size=self.vocab_size, embed_dim=self.embed_dim)
@@ -151,7 +165,10 @@ class DecoderConfig:
             )
         check_eps(norm_eps=self.norm_eps)
         check_numbers(embedding_scale=self.embedding_scale, logits_soft_cap=self.logits_soft_cap)
+        check_numbers(logits_scale=self.logits_scale)
         check_flags(tie_embeddings=self.tie_embeddings, unit_offset_norms=self.unit_offset_norms)
+        check_flags(head_bias=self.head_bias)
+        _check_one_of("norm_type", self.norm_type, _NORM_TYPES)
 
     def stacks(self) -> tuple[tuple[int, int, int], ...]:
         """The layers as stacks of a repeated pattern: `(first layer, layers of the pattern, how often it is repeated)` for each. One stack where

@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
+from .._broadcast import like
 from .._jitted import compiled_call
 from .._signatures import Module
 from .._values import stops_programs
@@ -25,7 +26,7 @@ from ..quantised import dequantise
 from .caches import DecoderCache, ServingCache
 from .config import DecoderConfig, MoEConfig
 from .filling import filled_decoder
-from .layer import DecoderLayer, normed
+from .layer import DecoderLayer, Norm, norm_of, normed
 from .rows_as_pages import as_differentiated, have_pages, meshes_of, MOST_TOKENS, PagedRows
 from .split import split_options
 from .vocabulary import embed, in_vocabulary, logits_of
@@ -78,7 +79,7 @@ class Decoder(Module):
     stacks: tuple[
         tuple[DecoderLayer, ...], ...
     ]  # for each a pattern of layers, with a leading axis of repetitions
-    norm: eqx.nn.RMSNorm
+    norm: Norm
     head: eqx.nn.Linear | None  # None where it is the embedding
     cross_entropy: LinearCrossEntropy
     config: DecoderConfig = eqx.field(static=True)
@@ -133,7 +134,8 @@ class Decoder(Module):
         width, count = config.embed_dim, len(config.layers)
         self.embedding = normal(parts.key(), (config.vocab_size, width), dtype)
         keys, places = keys_of(parts.key(), count), np.arange(count, dtype=np.int32)
-        options = {"norm_eps": config.norm_eps, "platform": platform, "compute_dtype": self.compute_dtype}
+        options: dict[str, Any] = {"norm_type": config.norm_type, "norm_eps": config.norm_eps}
+        options |= {"platform": platform, "compute_dtype": self.compute_dtype}
         options |= {"expert_parallel": expert_parallel}
         options |= {"split": split_options(config, sequence_axis, token_order)}
 
@@ -150,9 +152,9 @@ class Decoder(Module):
         self.stacks = tuple(
             tuple(stack(*shape, place) for place in range(shape[1])) for shape in config.stacks()
         )
-        wide = jnp.float32 if jnp.dtype(dtype).itemsize < 4 else dtype
-        self.norm = eqx.nn.RMSNorm(width, config.norm_eps, use_bias=False, dtype=wide)
-        self.head = None if config.tie_embeddings else parts.linear(width, config.vocab_size)
+        self.norm = norm_of(config.norm_type, width, config.norm_eps, dtype)
+        head = lambda: parts.linear(width, config.vocab_size, config.head_bias)
+        self.head = None if config.tie_embeddings else head()
         self.cross_entropy = LinearCrossEntropy(logits_soft_cap=config.logits_soft_cap)
         self.config, self.scan_layers, self.remat = config, scan_layers, remat
 
@@ -303,6 +305,10 @@ class Decoder(Module):
         """Float32 logits `[..., vocabulary]` of features `[..., E]`."""
         weight = self.embedding if self.head is None else self.head.weight
         logits = logits_of(weight, x)
+        if (bias := self._head_bias) is not None:
+            logits = logits + like(bias.astype(logits.dtype), logits)
+        if (scale := self.config.logits_scale) != 1:
+            logits = scale * logits
         cap = self.config.logits_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
@@ -322,7 +328,13 @@ class Decoder(Module):
         - `token_weights`: `[...]`, default ones.
         """
         weight = dequantise(self.embedding if self.head is None else self.head.weight)
-        return self.cross_entropy(x, labels, weight, token_weights=token_weights)
+        if (scale := self.config.logits_scale) != 1:
+            x = x * jnp.asarray(scale, x.dtype)
+        return self.cross_entropy(x, labels, weight, self._head_bias, token_weights=token_weights)
+
+    @property
+    def _head_bias(self) -> Array | None:
+        return None if self.head is None else self.head.bias
 
     def _check_statistics(self, wanted: Any, cache: Any) -> None:
         check_flags(return_statistics=wanted)

@@ -9,17 +9,21 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._errors import CheckpointError
 from ..quantised.dequantise import is_quantised
+from ..weights.experts import fused_mlp
 from ..weights.fill import fill, is_parameter, placed_as, sharding_of
 from ..weights.quantised.values import check_alike, empty_stack, rows_of
 
-_ROOTS = ("model", "backbone", "model.language_model", "language_model.model", "transformer")
-_EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight", "embedding.weight")
-_FINAL_NORMS = ("norm", "norm_f")
-_MIXERS = ("self_attn", "linear_attn", "mixer", "attn")
+_ROOTS = ("model", "backbone", "model.language_model", "language_model.model", "transformer", "gpt_neox")
+_EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight", "embedding.weight", "embed_in.weight")
+_FINAL_NORMS = ("norm", "norm_f", "final_layernorm", "final_layer_norm")
+_HEADS = ("lm_head", "embed_out")
+_MIXERS = ("self_attn", "linear_attn", "mixer", "attn", "mamba", "attention")
 _NORM_FIELDS = ("mixer_norm", "mixer_out_norm", "mlp_norm", "mlp_out_norm")
 _NORM_NAMES = {
     "pre": ("input_layernorm", None, "post_attention_layernorm", None),
     "residual": ("input_layernorm", None, "post_attention_layernorm", None),
+    "parallel": ("input_layernorm", None, None, None),
+    "parallel_apart": ("input_layernorm", None, "post_attention_layernorm", None),
     "post": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
     "around": (
         "input_layernorm",
@@ -28,6 +32,14 @@ _NORM_NAMES = {
         "post_feedforward_layernorm",
     ),
 }
+
+_UPS, _DOWNS = ("up_proj", "fc1", "c_fc", "dense_h_to_4h"), ("down_proj", "fc2", "c_proj", "dense_4h_to_h")
+_GLM4_NORMS = (
+    "input_layernorm",
+    "post_self_attn_layernorm",
+    "post_attention_layernorm",
+    "post_mlp_layernorm",
+)
 
 
 def filled_decoder(model: Any, weights: Any) -> Any:
@@ -42,8 +54,9 @@ def filled_decoder(model: Any, weights: Any) -> Any:
     norm = fill(model.norm, body.at(_first(body, _FINAL_NORMS)))
     head = model.head
     if head is not None:
-        above = next((view for view in views if view.has("lm_head.weight")), weights)
-        head = fill(head, above.at("lm_head"))
+        places = ((view, name) for view in views for name in _HEADS if view.has(f"{name}.weight"))
+        above, name = next(places, (weights, "lm_head"))
+        head = fill(head, above.at(name))
     else:
         for view in views:
             _check_tied(view, embedding)
@@ -120,15 +133,28 @@ def _written(index: Any, x: Any, buffer: Any) -> Any:
 
 def _filled_layer(layer: Any, view: Any) -> Any:
     names = ("norm", None, None, None) if layer.mlp is None else _NORM_NAMES[layer.config.norms]
-    mlp = _first(view, ("mlp", "block_sparse_moe"))
+    if view.has("post_self_attn_layernorm.weight"):
+        names = _GLM4_NORMS
+    mlp = _first(view, ("mlp", "block_sparse_moe", "shared_mlp", "feed_forward"))
     fields = dict(zip(_NORM_FIELDS, names)) | {"mixer": _first(view, _MIXERS), "mlp": mlp}
     there = [field for field, name in fields.items() if name and getattr(layer, field) is not None]
     new = [fill(getattr(layer, field), view.at(fields[field])) for field in there]
+    if (scalar := layer.layer_scalar) is not None:
+        there.append("layer_scalar")
+        new.append(view.take("layer_scalar", scalar.shape, scalar.dtype))
     return eqx.tree_at(lambda m: [getattr(m, field) for field in there], layer, new)
 
 
 def filled_mlp(mlp: Any, weights: Any) -> Any:
     """Gate and up projection may be one array; a mixture of one expert is that expert."""
+    if mlp.gate_proj is None:
+        new = [
+            fill(mlp.up_proj, weights.at(_first(weights, _UPS))),
+            fill(mlp.down_proj, weights.at(_first(weights, _DOWNS))),
+        ]
+        return eqx.tree_at(lambda m: [m.up_proj, m.down_proj], mlp, new)
+    if weights.has("input_linear.weight"):
+        return fused_mlp(mlp, weights)
     experts = any(name.startswith("experts.") for name in weights.names())
     if experts:
         weights.skip("gate.weight", "router.weight", "router.bias")  # which has one to choose from

@@ -13,22 +13,31 @@ from .._signatures import Module
 from ..dispatch import PlatformLike
 from ..matmul import Matmul
 from ..nn import ExpertParallel, MixtureOfExperts, MultiHeadAttention, RouterStatistics
-from ..nn.activations import gated, matmul_options
-from ..nn.few_rows import added, Block, check_block, laid_out_as, normed, projected, with_residual
+from ..nn.activations import gated, matmul_options, ungated
+from ..nn.few_rows import added, Block, check_block, laid_out_as, Norm, normed, projected, with_residual
 from ..nn.few_rows import gated as gated_rows
 from ..nn.initial import keys_of
 from ..nn.parts import Parts
 from ..nn.projection import are_few, multiplied_by, project
 from ..normalization import ResidualRMSNorm
-from .config import LayerConfig, MLPConfig
+from .config import LayerConfig, MLPConfig, NormType
 from .filling import filled_mlp
 from .mixers import MIXERS
 
 
-class MLP(Module):
-    r"""A gated MLP, $W_{down}(f(W_{gate} x) \odot W_{up} x)$; see [`ejkernel_eqx.models.MLPConfig`][]. Its parameters are named as published."""
+def norm_of(kind: NormType, features: int, eps: float, dtype: Any) -> Norm:
+    """A norm of this type; its weights are float32 at least, as they are few and what they multiply is computed in float32."""
+    wide = jnp.float32 if dtype is not None and jnp.dtype(dtype).itemsize < 4 else dtype
+    if kind == "rms":
+        return eqx.nn.RMSNorm(features, eps, use_bias=False, dtype=wide)
+    return eqx.nn.LayerNorm(features, eps, use_bias=kind == "layer", dtype=wide)
 
-    gate_proj: eqx.nn.Linear  # [F, E]
+
+class MLP(Module):
+    r"""An MLP, $W_{down}(f(W_{gate} x) \odot W_{up} x)$ or one without a gate; see [`ejkernel_eqx.models.MLPConfig`][]. Its parameters are named as
+    published."""
+
+    gate_proj: eqx.nn.Linear | None  # [F, E]
     up_proj: eqx.nn.Linear  # [F, E]
     down_proj: eqx.nn.Linear  # [E, F]
     gate_matmul: Matmul
@@ -45,11 +54,16 @@ class MLP(Module):
         key: Array,
     ):
         parts, width, biased = Parts(key, 3, dtype, None), config.hidden_dim, config.use_bias
-        self.gate_proj = parts.linear(embed_dim, width, biased)
+        self.gate_proj = None
+        if config.gated:
+            self.gate_proj = parts.linear(embed_dim, width, biased)
+        else:
+            parts.left_out()
         self.up_proj = parts.linear(embed_dim, width, biased)
         self.down_proj = parts.linear(width, embed_dim, biased)
         platform = None if platform == "cuda" else platform
-        self.gate_matmul = Matmul(**matmul_options(config.activation), gated=True, platform=platform)
+        options = matmul_options(config.activation) if config.gated else {}
+        self.gate_matmul = Matmul(**options, gated=config.gated, platform=platform)
         self.matmul = Matmul(platform=platform)
         self.config = config
 
@@ -59,7 +73,7 @@ class MLP(Module):
         x: Array,
         again: Array | None = None,
         *,
-        norm: eqx.nn.RMSNorm | None = None,
+        norm: Norm | None = None,
         residual: Array | None = None,
     ) -> Array:
         """`x`: `[..., E]`, any number of leading axes; `again`: the same, for the second projection, from
@@ -74,13 +88,20 @@ class MLP(Module):
                 )
             check_block(block, x, x.shape[-1])
             return self._in_block(x, block)
+        if self.gate_proj is None:
+            h = ungated(self.config.activation, project("up_proj", self.up_proj, x, self.config.hidden_dim))
+            return project("down_proj", self.down_proj, h, x.shape[-1])
         gate = project("gate_proj", self.gate_proj, x, self.config.hidden_dim)
         up = project("up_proj", self.up_proj, x if again is None else again, self.config.hidden_dim)
         return project("down_proj", self.down_proj, gated(self.config.activation, gate, up), x.shape[-1])
 
     def _in_block(self, x: Array, block: Block) -> Array:
         layers = {"gate_proj": self.gate_proj, "up_proj": self.up_proj}
-        h = gated_rows(self.gate_matmul, x, block.norm, layers, self.config.hidden_dim)
+        h = (
+            None
+            if self.gate_proj is None
+            else gated_rows(self.gate_matmul, x, block.norm, layers, self.config.hidden_dim)
+        )
         if h is None:
             return with_residual(block.residual, self(normed(block.norm, x)))
         if block.residual is None:
@@ -93,12 +114,13 @@ class MLP(Module):
 class DecoderLayer(Module):
     """A mixer and an MLP, each with a residual; see [`ejkernel_eqx.models.LayerConfig`][]."""
 
-    mixer_norm: eqx.nn.RMSNorm | None
+    mixer_norm: Norm | None
     mixer: Any
-    mixer_out_norm: eqx.nn.RMSNorm | None
-    mlp_norm: eqx.nn.RMSNorm | None
+    mixer_out_norm: Norm | None
+    mlp_norm: Norm | None
     mlp: MLP | MixtureOfExperts | None
-    mlp_out_norm: eqx.nn.RMSNorm | None
+    mlp_out_norm: Norm | None
+    layer_scalar: Array | None  # [1]
     residual_norm: ResidualRMSNorm
     matmul: Matmul  # of few tokens
     config: LayerConfig = eqx.field(static=True)
@@ -111,6 +133,7 @@ class DecoderLayer(Module):
         layer_index: Any,
         num_layers: int,
         norm_eps: float,
+        norm_type: NormType = "rms",
         expert_parallel: ExpertParallel | None = None,
         split: Mapping[str, Mapping[str, Any]] | None = None,
         dtype: Any = None,
@@ -118,18 +141,15 @@ class DecoderLayer(Module):
         **options: Any,
     ):
         mixer_key, mlp_key = keys_of(key)
-        # Norms keep float32 weights: they are few, and what they multiply is computed in float32.
-        wide = jnp.float32 if dtype is not None and jnp.dtype(dtype).itemsize < 4 else dtype
-        norm = lambda there: (
-            eqx.nn.RMSNorm(embed_dim, norm_eps, use_bias=False, dtype=wide) if there else None
-        )
+        norm = lambda there: norm_of(norm_type, embed_dim, norm_eps, dtype) if there else None
         before, behind = config.norms != "post", config.norms in ("post", "around")
         place = {"layer_index": layer_index, "num_layers": num_layers}
         own = dict(config.options) | dict((split or {}).get(config.mixer, {}))
         self.mixer = MIXERS[config.mixer](embed_dim, **place, **own, **options, dtype=dtype, key=mixer_key)
         self.mixer_norm, self.mixer_out_norm = norm(before), norm(behind)
         has_mlp = config.mlp is not None
-        self.mlp_norm, self.mlp_out_norm = norm(before and has_mlp), norm(behind and has_mlp)
+        apart = before and config.norms != "parallel"
+        self.mlp_norm, self.mlp_out_norm = norm(apart and has_mlp), norm(behind and has_mlp)
         self.mlp = None
         if isinstance(config.mlp, MLPConfig):
             self.mlp = MLP(embed_dim, config.mlp, platform=options.get("platform"), dtype=dtype, key=mlp_key)
@@ -137,6 +157,7 @@ class DecoderLayer(Module):
             experts: Any = options | dict(config.mlp.options)
             experts |= {} if expert_parallel is None else {"parallel": expert_parallel}
             self.mlp = MixtureOfExperts(embed_dim, **experts, dtype=dtype, key=mlp_key)
+        self.layer_scalar = jnp.ones(1, dtype) if config.output_scale else None
         platform = None if options.get("platform") == "cuda" else options.get("platform")
         self.residual_norm = ResidualRMSNorm(norm_eps, platform=platform)
         self.matmul = Matmul(platform=platform)
@@ -149,7 +170,11 @@ class DecoderLayer(Module):
             return self._through(x, cache, rows, False)[:2]
         with multiplied_by(self.matmul):
             # Attention computes the norm and the residual around it.
-            if type(self.mixer) is MultiHeadAttention and self.config.norms != "residual":
+            if type(self.mixer) is MultiHeadAttention and self.config.norms not in (
+                "residual",
+                "parallel",
+                "parallel_apart",
+            ):
                 return self._of_few(x, cache, rows)
             return self._through(x, cache, rows, False)[:2]
 
@@ -172,8 +197,12 @@ class DecoderLayer(Module):
         out = normed(self.mixer_out_norm, out.astype(x.dtype))
         if self.mlp is None:
             return _added(residual, out, self.config.mixer_scales), cache, None
-        readers = 2 if cache is None and type(self.mlp) is MLP else 1
-        (h, *copies), x = self._into_branch(self.mlp_norm, residual, out, readers)
+        readers = 2 if cache is None and type(self.mlp) is MLP and self.mlp.config.gated else 1
+        if self.config.norms.startswith("parallel"):
+            h = h if self.mlp_norm is None else normed(self.mlp_norm, x)
+            x, copies = _added(residual, out, self.config.mixer_scales), ()
+        else:
+            (h, *copies), x = self._into_branch(self.mlp_norm, residual, out, readers)
         residual = h if self.config.norms == "residual" else x
         statistics = None
         if not isinstance(self.mlp, MixtureOfExperts):
@@ -183,7 +212,10 @@ class DecoderLayer(Module):
         else:
             y = self.mlp(h, padding_mask=real_of(rows))
         x = _added(residual, normed(self.mlp_out_norm, y.astype(x.dtype)), self.config.mlp_scales)
-        return x, cache, statistics
+        return self._scaled(x), cache, statistics
+
+    def _scaled(self, x: Array) -> Array:
+        return x if self.layer_scalar is None else x * self.layer_scalar[0].astype(x.dtype)
 
     def _of_few(self, x: Array, cache: Any, rows: dict[str, Any]) -> tuple[Array, Any]:
         """A step of few tokens: norms and residuals are parts of the projections beside them."""
@@ -201,13 +233,14 @@ class DecoderLayer(Module):
             return x, cache
         if isinstance(mlp := self.mlp, MLP):
             branch = lambda **more: (mlp(x, norm=self.mlp_norm, **more),)
-            return in_block(branch, self.mlp_out_norm, self.config.mlp_scales)[0], cache
+            return self._scaled(in_block(branch, self.mlp_out_norm, self.config.mlp_scales)[0]), cache
         (h,), x = self._into_branch(self.mlp_norm, x)
         y = self.mlp(h, padding_mask=real_of(rows))
-        return _added(x, normed(self.mlp_out_norm, y.astype(x.dtype)), self.config.mlp_scales), cache
+        x = _added(x, normed(self.mlp_out_norm, y.astype(x.dtype)), self.config.mlp_scales)
+        return self._scaled(x), cache
 
     def _into_branch(
-        self, norm: eqx.nn.RMSNorm | None, residual: Array, out: Array | None = None, readers: int = 1
+        self, norm: Norm | None, residual: Array, out: Array | None = None, readers: int = 1
     ) -> tuple[tuple[Array, ...], Array]:
         """The input of a branch, for each of its readers where one pass adds their gradients, and the residual beside it, after the output of
         the mixer was added."""
@@ -221,7 +254,7 @@ class DecoderLayer(Module):
         return (normed(norm, x),), x
 
 
-def _is_plain(norm: eqx.nn.RMSNorm, operation: ResidualRMSNorm) -> bool:
+def _is_plain(norm: Norm, operation: ResidualRMSNorm) -> bool:
     """Returns whether the operation computes this norm; a user may have put another one in its place."""
     own = type(norm) is eqx.nn.RMSNorm and norm.weight is not None and norm.bias is None
     return own and norm.eps == operation.spec.eps

@@ -61,7 +61,8 @@ def from_pretrained(
         those of `ejx.models.FAMILIES`.
     - `dtype`: of the parameters; default that in which the model was published.
     - `ignore`: names of weights that are not wanted, as patterns of `fnmatch`. Of a model of images or sound and text (with a
-        `text_config`), the weights of the other parts are left out anyway.
+        `text_config`), the weights of the other parts are left out anyway; of every model, those of layers that predict further tokens
+        (multi-token prediction).
     - `dequantise`: whether quantised weights become floats of the model's dtype; or those whose names fit one of these patterns of `fnmatch`. By
         default each is an [`ejkernel_eqx.QuantizedWeight`][]. Forms, by the `quantization_config`: `fp8`, `mxfp4`, `awq`, `gptq`,
         `compressed-tensors`.
@@ -96,8 +97,15 @@ def from_pretrained(
     if sharding is not None:
         shapes, integers = _sharded(shapes, sharding), _sharded(integers, sharding)
     like = eqx.combine(integers, shapes)
-    other_parts = _OTHER_PARTS if config.get("text_config") else ()
-    return loaded(like, weights, (*ignore, *other_parts))
+    other_parts = _OTHER_PARTS if config.get("text_config") or config.get("vision_config") else ()
+    return loaded(like, weights, (*ignore, *other_parts, *_drafting_layers(config)))
+
+
+def _drafting_layers(config: Mapping[str, Any]) -> list[str]:
+    """The layers behind the last one, which predict further tokens: patterns of the names of their weights."""
+    entries = text_entries(config)
+    count, more = entries["num_hidden_layers"], entries.get("num_nextn_predict_layers") or 0
+    return ["mtp.*", *(f"*.layers.{count + i}.*" for i in range(more))]
 
 
 def _sharded(tree: Any, sharding: Callable[[str, Any], Any]) -> Any:

@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 
 from .._entries import Entries, entries_of, shown
 from .._errors import CheckpointError
+from .._signatures import nearest
 from ..weights import recurrent_configs
 from ..weights.attention_configs import attention_options, default_type
-from ..weights.configs import ACTIVATIONS, layer_type, text_entries, unit_offset_norms
+from ..weights.configs import ACTIVATIONS, ALIASES, layer_type, text_entries, unit_offset_norms
 from ..weights.expert_configs import experts_of, mixture_of_experts_options
 from ..weights.latent_configs import latent_attention_options
-from .config import DecoderConfig, LayerConfig, MLPConfig, MoEConfig, Norms
+from .config import DecoderConfig, LayerConfig, MLPConfig, MoEConfig, Norms, NormType
 
 
 class _Family(NamedTuple):
@@ -24,18 +25,26 @@ class _Family(NamedTuple):
     """The mixer of layers without attention."""
     scaled_embedding: bool = False
     has_mlp: bool = True
+    has_gate: bool = True
+    """Whether its MLPs do."""
+    norm_type: NormType = "rms"
+    output_scale: bool = False
     defaults: Mapping[str, Any] = {}
     """Of entries that published configurations leave out."""
 
 
 _TANH = "gelu_pytorch_tanh"
 _EPS = {"rms_norm_eps": 1e-5}
+_LAYER_EPS = {"layer_norm_eps": 1e-5, "norm_epsilon": 1e-5}
+_EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon")
 _TIED = {"tie_word_embeddings": True}
 _GEMMA3 = {"vocab_size": 262_208, "hidden_size": 2304, "num_hidden_layers": 26, "intermediate_size": 9216}
 _MAMBA = {"vocab_size": 50_280, "hidden_size": 768, "num_hidden_layers": 32, "layer_norm_epsilon": 1e-5}
+_QWEN3_5_MOE = {"full_attention_interval": 4, "intermediate_size": 512}  # of no layer, as all have experts
 
 FAMILIES: dict[str, _Family] = {
     "llama": _Family(),
+    "llama4_text": _Family(defaults=_EPS | {"intermediate_size_mlp": 16384}),
     "mistral": _Family(),
     "qwen2": _Family(),
     "qwen3": _Family(),
@@ -43,6 +52,10 @@ FAMILIES: dict[str, _Family] = {
     "gemma": _Family(scaled_embedding=True, defaults=_TIED),
     "gemma2": _Family("around", scaled_embedding=True, defaults=_TIED | {"final_logit_softcapping": 30.0}),
     "gemma3_text": _Family("around", scaled_embedding=True, defaults=_TIED | _GEMMA3),
+    "gemma4_text": _Family("around", scaled_embedding=True, output_scale=True, defaults=_TIED),
+    "gpt_neox": _Family(
+        "parallel_apart", has_gate=False, norm_type="layer", defaults=_LAYER_EPS | {"hidden_act": "gelu"}
+    ),
     "gpt_oss": _Family(defaults=_EPS),
     "olmo2": _Family("post", defaults=_EPS),
     "deepseek_v2": _Family(attention="latent_attention"),
@@ -56,6 +69,30 @@ FAMILIES: dict[str, _Family] = {
     "mamba2": _Family(recurrent="mamba2", has_mlp=False, defaults=_MAMBA),
     "qwen3_next": _Family(recurrent="gated_delta_net", defaults={"full_attention_interval": 4}),
     "minimax": _Family("residual", recurrent="lightning_attention", defaults=_EPS),
+    "minimax_m2": _Family(),
+    "qwen3_5_text": _Family(recurrent="gated_delta_net", defaults={"full_attention_interval": 4}),
+    "qwen3_5_moe_text": _Family(recurrent="gated_delta_net", defaults=_QWEN3_5_MOE),
+    "glm4": _Family("around", defaults={"rms_norm_eps": 1.5625e-7}),
+    "glm4_moe": _Family(defaults=_EPS),
+    "glm4_moe_lite": _Family(attention="latent_attention", defaults=_EPS),
+    "smollm3": _Family(defaults=_TIED),
+    "olmo3": _Family("post", defaults=_EPS),
+    "seed_oss": _Family(),
+    "exaone4": _Family("post", defaults=_EPS),
+    "granite": _Family(),
+    "arcee": _Family(has_gate=False, defaults=_EPS | {"hidden_act": "relu2"}),
+    "cohere": _Family("parallel", norm_type="layer_without_bias", defaults=_TIED | _LAYER_EPS),
+    "cohere2": _Family("parallel", norm_type="layer_without_bias", defaults=_TIED | _LAYER_EPS),
+    "phi": _Family(
+        "parallel", has_gate=False, norm_type="layer", defaults=_LAYER_EPS | {"hidden_act": "gelu_new"}
+    ),
+    "starcoder2": _Family(
+        has_gate=False, norm_type="layer", defaults=_TIED | _LAYER_EPS | {"hidden_act": _TANH}
+    ),
+    "granitemoe": _Family(),
+    "granitemoehybrid": _Family(recurrent="mamba2", defaults={"shared_intermediate_size": 1024}),
+    "ministral3": _Family(defaults=_EPS),
+    "kimi_linear": _Family(attention="latent_attention", recurrent="kimi_delta_attention", defaults=_EPS),
 }
 """The published models that a `Decoder` can be, by the `model_type` of their configuration."""
 
@@ -79,11 +116,15 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         )
     kind = entries.get("model_type")
     if kind not in FAMILIES:
+        known = sorted({*FAMILIES, *ALIASES})
         raise ValueError(
-            f"model_type: expected one of {', '.join(sorted(FAMILIES))}, received {shown(kind)}; build a DecoderConfig by hand."
+            f"model_type: expected one of {', '.join(known)}, received {shown(kind)}{nearest(kind, known)} With the layers of one of "
+            "these, it is a row of ejx.models.FAMILIES, as models/README.md describes; otherwise build a DecoderConfig by hand."
         )
     family = FAMILIES[kind]
-    entries = entries.over(family.defaults)
+    # The outer configuration decides, as transformers has the head there.
+    tied = whole.get("tie_word_embeddings")
+    entries = (entries if tied is None else entries.changed(tie_word_embeddings=tied)).over(family.defaults)
     _check_needed(entries, family)
     layers = tuple(_layer(entries, family, index) for index in range(entries["num_hidden_layers"]))
     width = entries["hidden_size"]
@@ -91,12 +132,17 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         entries["vocab_size"],
         width,
         layers,
-        norm_eps=entries.get("rms_norm_eps", entries.get("layer_norm_epsilon", 1e-6)),
-        embedding_scale=math.sqrt(width) if family.scaled_embedding else 1.0,
+        norm_eps=next((entries[name] for name in _EPSILONS if entries.get(name) is not None), 1e-6),
+        embedding_scale=math.sqrt(width)
+        if family.scaled_embedding
+        else entries.get("embedding_multiplier", 1.0),
         tie_embeddings=bool(entries.get("tie_word_embeddings", False)),
         logits_soft_cap=entries.get("final_logit_softcapping"),
         unit_offset_norms=unit_offset_norms(entries),
         stop_tokens=stop_tokens(entries) or stop_tokens(whole),
+        logits_scale=entries.get("logit_scale", 1 / entries.get("logits_scaling", 1.0)),
+        norm_type=family.norm_type,
+        head_bias=kind == "phi",
     )
 
 
@@ -120,6 +166,8 @@ def stop_tokens(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 _BIDIRECTIONAL_PROMPTS = ("paligemma", "colpali")
+_WIDTHS = {"granitemoehybrid": "shared_intermediate_size", "llama4_text": "intermediate_size_mlp"}
+_MLP_BIASES = ("arcee", "granite", "llama", "seed_oss", "smollm3")
 _NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers")
 _OPTIONS = {
     "attention": attention_options,
@@ -127,6 +175,7 @@ _OPTIONS = {
     "mamba1": recurrent_configs.mamba1_options,
     "mamba2": recurrent_configs.mamba2_options,
     "gated_delta_net": recurrent_configs.gated_delta_net_options,
+    "kimi_delta_attention": recurrent_configs.kimi_delta_attention_options,
     "lightning_attention": recurrent_configs.lightning_attention_options,
 }
 _PLACE = ("embed_dim", "layer_index", "num_layers")  # which the decoder says itself
@@ -152,13 +201,20 @@ def _layer(config: Entries, family: _Family, index: int) -> LayerConfig:
     scales: Any = lambda name: tuple(
         float(config.get(f"{name}_{part}_factor", 1)) for part in ("alpha", "beta")
     )
-    mlp = _mlp(config, index) if family.has_mlp else None
-    return LayerConfig(mixer, options, mlp, family.norms, scales(branch), scales("mlp"))
+    mlp = _mlp(config, family, index) if family.has_mlp else None
+    if (scale := config.get("residual_multiplier", 1.0)) != 1:  # Granite
+        return LayerConfig(mixer, options, mlp, family.norms, (1.0, scale), (1.0, scale))
+    norms = family.norms
+    if norms == "parallel_apart" and not config.get("use_parallel_residual", True):
+        norms = "pre"
+    given = (scales(branch), scales("mlp"), family.output_scale)
+    return LayerConfig(mixer, options, mlp, norms, *given)
 
 
-def _mlp(config: Entries, index: int) -> MLPConfig | MoEConfig:
-    # A mixture of one expert is that expert.
-    if experts_of(config, index) > 1:
+def _mlp(config: Entries, family: _Family, index: int) -> MLPConfig | MoEConfig:
+    kind = config["model_type"]
+    # A mixture of one expert is that expert, but for one beside it.
+    if experts_of(config, index) > (0 if kind in ("granitemoehybrid", "llama4_text") else 1):
         options = mixture_of_experts_options(config, index)
         return MoEConfig({name: value for name, value in options.items() if name != "embed_dim"})
     if config["model_type"] == "gpt_oss":
@@ -169,17 +225,20 @@ def _mlp(config: Entries, index: int) -> MLPConfig | MoEConfig:
             )
         return MLPConfig(config["intermediate_size"], "clamped_swiglu", use_bias=True)
     name = _activation(config)
-    if name not in ACTIVATIONS:
+    if name not in ACTIVATIONS and (family.has_gate or name != "relu2"):
         raise ValueError(
             f"hidden_act: expected one of {', '.join(ACTIVATIONS)}, received {name!r}; build a DecoderConfig by hand."
         )
-    has_bias = config["model_type"] == "llama" and bool(config.get("mlp_bias", False))
-    return MLPConfig(config["intermediate_size"], ACTIVATIONS[name], has_bias)  # pyright: ignore[reportArgumentType]
+    has_bias = kind in _MLP_BIASES and bool(config.get("mlp_bias", False))
+    has_bias |= kind in ("gpt_neox", "phi") or (kind == "starcoder2" and bool(config.get("use_bias", True)))
+    activation: Any = ACTIVATIONS.get(name, name)
+    size = config[_WIDTHS.get(kind, "intermediate_size")]
+    return MLPConfig(size, activation, has_bias, family.has_gate)
 
 
 def _activation(config: Entries) -> str:
     kind = config["model_type"]
-    if kind in ("gemma2", "gemma3_text"):
+    if kind in ("gemma2", "gemma3_text", "gemma4_text"):
         return config.get("hidden_activation") or _TANH  # they do not read hidden_act
     if kind != "gemma":
         return config.get("hidden_act") or "silu"

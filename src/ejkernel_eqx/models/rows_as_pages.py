@@ -163,6 +163,8 @@ def _has_pages(mixer: Any, cache: Any, lead: tuple[int, ...]) -> bool:
     if isinstance(mixer, RecurrentLayer):
         return type(cache) is RecurrentState and cache.drafts is None and _is_compiled(mixer.recurrence)
     if isinstance(mixer, MultiHeadAttention) and type(cache) is KVCache:
+        if mixer.chunk_size is not None and cache.max_length > mixer.chunk_size:
+            return False
         heads = mixer.num_kv_heads
         stored, sizes = (cache.k, cache.v), ((heads, mixer.head_dim), (heads, mixer.v_head_dim))
     elif isinstance(mixer, MultiHeadLatentAttention) and type(cache) is LatentCache:

@@ -11,6 +11,8 @@ from .._signatures import nearest
 from ..dispatch import Backend, place_of_calls
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu")
+UNGATED = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+"""Those of MLPs without a gate."""
 
 _ALPHA, _LIMIT = 1.702, 7.0  # of GPT-OSS
 
@@ -41,6 +43,13 @@ def _gated(name: str, gate: Array, up: Array) -> Array:
     return {"silu": jax.nn.silu, "relu": jax.nn.relu}.get(name, lambda x: jax.nn.gelu(x, approximate=False))(
         gate
     ) * up
+
+
+def ungated(name: str, x: Array) -> Array:
+    """$f(x)$; `"relu2"` is the square of `"relu"`."""
+    if name in ("gelu", "gelu_tanh"):
+        return jax.nn.gelu(x, approximate=name == "gelu_tanh")
+    return jax.nn.silu(x) if name == "silu" else jax.nn.relu(x) ** (2 if name == "relu2" else 1)
 
 
 def matmul_options(name: str) -> dict[str, Any]:

@@ -29,15 +29,18 @@ from .attention_inputs import (
     CallInputs,
     check_call,
     check_heads,
+    check_keys_as_values,
     check_norm,
     check_pages,
     head_dim_of,
     read_biases,
+    read_chunk,
+    read_temperature,
     window_of,
 )
 from .attention_places import keys_of, locate, Places, places_over_pages
 from .equinox_attention import options_of
-from .few_rows import added, Block, check_block, plain_norms, projected, with_residual
+from .few_rows import added, Block, check_block, Norm, plain_norms, projected, with_residual
 from .few_rows import normed as normed_input
 from .kv_cache import KVCache, marked
 from .paged_layer import over_pages, PagedLayer
@@ -48,7 +51,7 @@ from .rolling_cache import RollingKVCache
 from .signatures import AnyInputs, Cache, Inputs, Lse, Output, PageInputs, Pages, RowCache, Tokens
 from .split_attention import attention_over, on_whole_rows, places_over
 from .tokens import clear, merge_heads, normed, split_heads
-from .windows import check_scalar, read_window, with_window
+from .windows import check_scalar, read_window, with_chunks, with_window
 
 
 class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
@@ -61,16 +64,17 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
 
     where the rotation, the norms and the gate $g$ are optional, as are biases, sinks, a soft cap and a window. Parameters have the names
     and shapes (`[out, in]`) of the published model code, so published weights load by renaming; the guide "Layers" lists the constructor
-    calls for Llama, Mistral, Gemma-2, Qwen3 and GPT-OSS. `from_config` supports Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma 2 and 3, GPT-OSS,
-    OLMo-2, Phi-3, GPT-NeoX, GPT-2, and the softmax layers of Qwen3-Next, Qwen3.5 and MiniMax.
+    calls for Llama, Mistral, Gemma-2, Qwen3 and GPT-OSS. `from_config` supports the softmax layers of the models in the guide
+    "Published models", besides GPT-NeoX and GPT-2.
     """
 
     q_proj: eqx.nn.Linear  # [H * D, E]; with a gate [H * (D + V), E], each head's query and then its gate
     k_proj: eqx.nn.Linear  # [K * D, C]
-    v_proj: eqx.nn.Linear  # [K * V, C]; with `v_embed_dim` [K * V, Cv]
+    v_proj: eqx.nn.Linear | None  # [K * V, C]; with `v_embed_dim` [K * V, Cv]
     o_proj: eqx.nn.Linear  # [O, H * V]
     q_norm: eqx.nn.RMSNorm | None  # [D]; over all heads [H * D]
     k_norm: eqx.nn.RMSNorm | None  # [D]; over all heads [K * D]
+    v_norm: eqx.nn.RMSNorm | None  # without weights
     sinks: Array | None  # [H]
     sliding_window: Array | None  # int32 []: a window given as an array; a static one is in `attention`
     rope: RotaryEmbedding | RotaryChoice | None
@@ -89,6 +93,8 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
     norm_over_all: bool = eqx.field(static=True)
     alibi: tuple[float, ...] | None = eqx.field(static=True)
     output_gate: bool = eqx.field(static=True)
+    temperature: tuple[float, int, int] | None = eqx.field(static=True)
+    chunk_size: int | None = eqx.field(static=True)
     compute_dtype: str | None = eqx.field(static=True)
 
     def __init__(
@@ -103,7 +109,7 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         v_embed_dim: int | None = None,
         output_size: int | None = None,
         rope: RotaryEmbedding | RotaryChoice | None = None,
-        qk_norm: bool | Literal["heads", "all"] = False,
+        qk_norm: bool | Literal["heads", "all", "unit"] = False,
         qk_norm_eps: float = 1e-6,
         use_qkv_bias: bool | tuple[bool, bool, bool] = False,
         use_output_bias: bool = False,
@@ -114,6 +120,10 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         softmax_scale: float | None = None,
         sinks: bool = False,
         output_gate: bool = False,
+        temperature: tuple[float, int, int] | None = None,
+        v_norm: bool = False,
+        keys_as_values: bool = False,
+        chunk_size: int | None = None,
         dropout_rate: float = 0.0,
         deterministic: bool = False,
         sequence_axis: str | None = None,
@@ -136,7 +146,8 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         - `output_size`: features `O` of the output; default `E`.
         - `rope`: rotary embedding of queries and keys; default none.
         - `qk_norm`: RMS norm of queries and keys before the rotation. `True` or `"heads"`: each head separately, with learned weights `[D]`
-            (Qwen3). `"all"`: all heads together, with learned weights `[H * D]` and `[K * D]` (OLMo-2).
+            (Qwen3). `"all"`: all heads together, with learned weights `[H * D]` and `[K * D]` (OLMo-2). `"unit"`: each head, without weights
+            (Llama 4).
         - `qk_norm_eps`: added to the mean square.
         - `use_qkv_bias`, `use_output_bias`: whether the projections have biases. Three flags set queries, keys and values separately.
         - `alibi`: linear biases (Press et al. 2022, arXiv:2108.12409), for causal layers. `True` uses the published slopes
@@ -148,6 +159,12 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         - `sinks`: whether each head has a learned logit that joins the denominator of the softmax (GPT-OSS).
         - `output_gate`: whether the outputs of the heads are multiplied elementwise by $\sigma(g)$, with $g$ a projection of the input to
             `H * V` features (Qwen3-Next). The rows of the gate are part of `q_proj`, head by head.
+        - `temperature`: $(s, n, o)$, by which queries at position $p$ are multiplied by $1 + s \ln(1 + \lfloor (p + o) / n \rfloor)$ after the
+            rotation (Ministral 3, Llama 4); default none.
+        - `v_norm`: whether the values of each head are divided by their root mean square (Gemma 4), with `qk_norm_eps`.
+        - `keys_as_values`: whether values are the projected keys, before their norm and rotation; `v_proj` is then `None` (Gemma 4).
+        - `chunk_size`: tokens of a row see those of their own chunk of so many positions alone (Llama 4), in causal layers without a window. Pages
+            then hold at most one chunk of each text.
         - `sequence_axis`: a mesh axis that the tokens are split over. Calls without a cache then run [`ejkernel_eqx.RingAttention`][]: under `jit` on
             whole rows, inside `jax.shard_map` on one device's tokens. Those with a cache are as without it.
         - `token_order`: the `order` of `RingAttention`, with `sequence_axis`. In zigzag order `padding_mask`, `segment_ids`, `positions`, `mask` and
@@ -183,15 +200,27 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         parts = Parts(key, 4, dtype, compute_dtype)
         self.q_proj = parts.linear(embed_dim, q_dim, q_bias)
         self.k_proj = parts.linear(kv_embed_dim, num_kv_heads * head_dim, k_bias)
-        self.v_proj = parts.linear(v_embed_dim, num_kv_heads * v_head_dim, v_bias)
+        check_keys_as_values(keys_as_values, (head_dim, kv_embed_dim), (v_head_dim, v_embed_dim))
+        if keys_as_values:
+            parts.left_out()
+        own_values = None if keys_as_values else parts.linear(v_embed_dim, num_kv_heads * v_head_dim, v_bias)
+        self.v_proj = own_values
         self.o_proj = parts.linear(num_heads * v_head_dim, output_size, use_output_bias)
         norm = lambda heads: eqx.nn.RMSNorm(
-            (heads if self.norm_over_all else 1) * head_dim, qk_norm_eps, use_bias=False, dtype=parts.dtype
+            (heads if self.norm_over_all else 1) * head_dim,
+            qk_norm_eps,
+            use_weight=qk_norm != "unit",
+            use_bias=False,
+            dtype=parts.dtype,
         )
         self.q_norm, self.k_norm = (norm(num_heads), norm(num_kv_heads)) if qk_norm else (None, None)
+        check_flags(v_norm=v_norm)
+        unweighted = eqx.nn.RMSNorm(v_head_dim, qk_norm_eps, use_weight=False, use_bias=False)
+        self.v_norm = unweighted if v_norm else None
         self.sinks = jnp.zeros(num_heads, parts.dtype) if sinks else None
         self.rope = rope
         self.sliding_window = read_window(sliding_window, causal)
+        self.chunk_size = read_chunk(chunk_size, causal and sliding_window is None and sequence_axis is None)
         sliding_window = None if isinstance(sliding_window, Array | np.ndarray) else sliding_window
         limits: Any = (sliding_window, logits_soft_cap, softmax_scale)
         kernel: Any = {"deterministic": deterministic, "platform": platform, "config": config}
@@ -209,6 +238,7 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.head_dim, self.v_head_dim = head_dim, v_head_dim
         self.output_gate, self.compute_dtype = output_gate, parts.compute_dtype
+        self.temperature = read_temperature(temperature, rope, sequence_axis)
 
     @classmethod
     def from_equinox(
@@ -353,7 +383,7 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         key: PRNGKeyArray | None = None,
         inference: bool | None = None,
         batch: RaggedBatch | None = None,
-        norm: eqx.nn.RMSNorm | None = None,
+        norm: Norm | None = None,
         residual: Float[AnyArray, "*B T O"] | None = None,
         return_lse: bool = False,
     ) -> Output | tuple[Output, Cache] | tuple[Output, Lse] | tuple[Output, Cache, Lse]:
@@ -431,13 +461,18 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         attention = self.attention if cache is None else on_whole_rows(self.attention)
         places = places_over(attention, self.rope, given.positions, rows, x)
         q, k, v, gate = self._heads(x, source, values, places)
+        size, mask = self.chunk_size, with_window(self.sliding_window, given.mask)
+        if size is not None and (cache is not None or rows.cu_seqlens is not None):
+            mask = with_chunks(size, mask)
+        elif size is not None:
+            rows = rows.in_chunks(size, x.shape[:-1])
         cache, k, v, visible = keys_of(cache, k, v, rows)
         out: Any = attention(
             q,
             k.astype(q.dtype),
             v.astype(q.dtype),
             bias=given.bias,
-            mask=with_window(self.sliding_window, given.mask),
+            mask=mask,
             **visible,
             sinks=self.sinks,
             alibi_slopes=self._slopes(q),
@@ -460,6 +495,11 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         return_lse: bool,
     ) -> Any:
         """A call with a batch: keys and values are written to their pages first."""
+        if self.chunk_size is not None and batch.page_table.shape[-1] * batch.page_size > self.chunk_size:
+            raise ValueError(
+                f"batch: expected texts of at most chunk_size={self.chunk_size} tokens in pages, received a table for "
+                f"{batch.page_table.shape[-1] * batch.page_size}; serve shorter ones, or decode over rows."
+            )
         given: Any = {"query_start_loc": batch.query_start_loc, "max_query_len": batch.max_query_len}
         given |= {"sinks": self.sinks, "window": self.sliding_window, "return_lse": return_lse}
 
@@ -494,24 +534,29 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
     ) -> tuple[Array, Array, Array, Array | None]:
         """Queries, keys and values, `[..., H or K, D or V]`, and the gate `[..., H * V]`."""
         sources = zip(self._projections().items(), (x, source, values), self._widths())
-        q, k, v = (project(name, layer, of, n) for (name, layer), of, n in sources)
-        return self._split(q, k, v, places)
+        q, k, *v = (project(name, layer, of, n) for (name, layer), of, n in sources)
+        return self._split(q, k, v[0] if v else k, places)
 
     def _projections(self) -> dict[str, Any]:
-        return {"q_proj": self.q_proj, "k_proj": self.k_proj, "v_proj": self.v_proj}
+        both: dict[str, Any] = {"q_proj": self.q_proj, "k_proj": self.k_proj}
+        return both if self.v_proj is None else both | {"v_proj": self.v_proj}
 
     def _widths(self) -> tuple[int, int, int]:
         width = self.head_dim + self.v_head_dim if self.output_gate else self.head_dim
         return self.num_heads * width, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.v_head_dim
 
     def _heads_of_few(
-        self, x: Array, norm: eqx.nn.RMSNorm | None, places: Places
+        self, x: Array, norm: Norm | None, places: Places
     ) -> tuple[Array, Array, Array, Array | None]:
         """The results of `_heads` for the norm of few tokens."""
-        q, k, v = projected(self.matmul, x, norm, self._projections(), self._widths())
+        layers = self._projections()
+        q, k, *v = projected(self.matmul, x, norm, layers, self._widths()[: len(layers)])
+        v = v[0] if v else k
         norms = plain_norms(self.q_norm, self.k_norm, self.norm_over_all)
         rope, rotary_heads = self.rope, self.rotary_heads
-        if rotary_heads is None or norms is None or not isinstance(rope, RotaryEmbedding) or self.output_gate:
+        if self.output_gate or self.temperature is not None or self.v_norm is not None:
+            return self._split(q, k, v, places)
+        if rotary_heads is None or norms is None or not isinstance(rope, RotaryEmbedding):
             return self._split(q, k, v, places)
         # Another rotation may have been put in the place of the first.
         if rope.interleaved != rotary_heads.spec.interleaved:
@@ -532,7 +577,10 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
             normed(f"{name}_norm", norm, x, self.norm_over_all)
             for name, norm, x in (("q", self.q_norm, q), ("k", self.k_norm, k))
         )
+        v = normed("v_norm", self.v_norm, v, False)
         q, k = places.turn(self.rope, q), places.turn(self.rope, k)
+        if self.temperature is not None:
+            q = places.tempered(self.temperature, q)
         return q, k, v, None if gate is None else merge_heads(gate)
 
     def _finish(self, out: Array, gate: Array | None, residual: Array | None = None) -> Array:

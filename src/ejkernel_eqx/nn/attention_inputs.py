@@ -13,10 +13,12 @@ from ..rotary import check_positions, RotaryChoice, RotaryEmbedding
 from .arguments import (
     check_flags,
     check_key,
+    check_numbers,
     check_tokens,
     read_array,
     read_features,
     read_packed,
+    read_sizes,
     read_tokens,
 )
 from .kv_cache import KVCache
@@ -71,10 +73,10 @@ def check_heads(num_heads: int, num_kv_heads: int, head_dim: int, rope: Any) -> 
 
 def check_norm(qk_norm: Any) -> bool:
     """Returns whether all heads are normalised together."""
-    if not isinstance(qk_norm, bool | np.bool_) and qk_norm not in ("heads", "all"):
+    if not isinstance(qk_norm, bool | np.bool_) and qk_norm not in ("heads", "all", "unit"):
         raise ValueError(
-            f"qk_norm: expected True or False, 'heads' or 'all', received {qk_norm!r}; 'heads' (or True) normalises each head, "
-            "'all' all heads together."
+            f"qk_norm: expected True or False, 'heads', 'all' or 'unit', received {qk_norm!r}; 'heads' (or True) normalises each head, "
+            "'all' all heads together, 'unit' each head without weights."
         )
     return isinstance(qk_norm, str) and qk_norm == "all"
 
@@ -88,6 +90,45 @@ def read_biases(use_qkv_bias: Any) -> tuple[bool, bool, bool]:
             "static flags."
         )
     return flags
+
+
+def check_keys_as_values(flag: Any, keys: tuple[int, int], values: tuple[int, int]) -> None:
+    """`keys` and `values` are the features of a head and of the input."""
+    check_flags(keys_as_values=flag)
+    if flag and keys != values:
+        raise ValueError(
+            f"keys_as_values: expected keys and values of the same features, and of the same input, received {keys} and {values}; leave out "
+            "v_head_dim and v_embed_dim."
+        )
+
+
+def read_chunk(size: Any, is_possible: bool) -> int | None:
+    if size is None:
+        return None
+    (size,) = read_sizes(chunk_size=size)
+    if not is_possible:
+        raise ValueError(
+            f"chunk_size: expected None but in a causal layer without sliding_window and sequence_axis, received {size}; leave out the others."
+        )
+    return size
+
+
+def read_temperature(value: Any, rope: Any, sequence_axis: str | None) -> tuple[float, int, int] | None:
+    if value is None:
+        return None
+    if not isinstance(value, tuple) or len(value) != 3:
+        raise ValueError(
+            f"temperature: expected a strength, a length and an offset, received {value!r}; (0.1, 8192, 1) is one."
+        )
+    strength, length, ahead = value
+    check_numbers(temperature=strength)
+    (length,) = read_sizes(temperature=length)
+    if (rope is None and sequence_axis is not None) or (rope is not None and rope.num_axes is not None):
+        raise ValueError(
+            "temperature: expected None with sequence_axis and no rotation, or with positions along several axes, received one; it takes the "
+            "positions of the rotation."
+        )
+    return float(strength), length, int(ahead)
 
 
 def check_call(layer: Any, x: Any, cache: Any, given: CallInputs) -> tuple[CallInputs, Array]:

@@ -11,6 +11,7 @@ from .._shapes import AnyArray
 from ..core.arguments import accumulator
 from ..paged import RaggedBatch
 from ..rotary import RotaryChoice, RotaryEmbedding
+from ..rotary.positions import count_from
 from ..sequences import cu_seqlens_to_segment_ids, positions_from_cu_seqlens
 from .attention_inputs import CallInputs
 from .kv_cache import KVCache
@@ -30,6 +31,15 @@ class Rows(NamedTuple):
     kv_segment_ids: AnyArray | None = None
     cu_seqlens: AnyArray | None = None
 
+    def in_chunks(self, size: int, shape: tuple[int, ...]) -> "Rows":
+        """The rows `[..., T]` whose tokens see their own chunk alone: as segments, counted from the first real token."""
+        at = count_from(0 if self.offset is None else self.offset, shape[:-1], shape[-1])
+        ids = jnp.broadcast_to(at // size, shape)
+        if self.segment_ids is not None:
+            given = jnp.asarray(self.segment_ids)
+            ids = jnp.where(given < 0, -1, given * (shape[-1] // size + 2) + ids)
+        return self._replace(segment_ids=ids, kv_segment_ids=ids)
+
 
 class Places(NamedTuple):
     """The positions for the rotation, as the arguments of `RotaryEmbedding`."""
@@ -42,6 +52,16 @@ class Places(NamedTuple):
         if rope is None:
             return x
         return rope(x, self.positions, offset=self.offset, lengths=self.lengths)
+
+    def tempered(self, temperature: tuple[float, int, int], q: Array) -> Array:
+        """Queries `[..., T, H, D]`, times what depends on their positions."""
+        strength, length, ahead = temperature
+        at = self.positions
+        at = count_from(self.offset, q.shape[:-3], q.shape[-3]) if at is None else at
+        at = jnp.broadcast_to(at, q.shape[:-2])
+        times = (jnp.maximum(at, 0) + ahead) // length  # padding on the left has negative positions
+        factor = 1 + strength * jnp.log1p(times.astype(accumulator(q.dtype)))
+        return (q * factor[..., None, None]).astype(q.dtype)
 
     def tables(self, rope: RotaryEmbedding, x: Array) -> tuple[Array, Array]:
         """Cosines and sines for `x [..., T, H, D]`, `[..., T, R / 2]`."""

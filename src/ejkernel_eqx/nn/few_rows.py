@@ -11,11 +11,13 @@ from ..matmul import Matmul
 from .arguments import read_array
 from .projection import are_multiplied, check_linear, in_dtype, mesh_of, project
 
+Norm = eqx.nn.RMSNorm | eqx.nn.LayerNorm
+
 
 class Block(NamedTuple):
     """The norm before a layer and the residual that is added behind it, where the layer computes them too."""
 
-    norm: eqx.nn.RMSNorm | None = None
+    norm: Norm | None = None
     residual: Any = None
 
     @property
@@ -58,7 +60,7 @@ def laid_out_as(residual: Array, branch: Array) -> Array:
     return jax.sharding.reshard(branch, sharding) if sharding.mesh.explicit_axes else branch
 
 
-def normed(norm: eqx.nn.RMSNorm | None, x: Any) -> Array:
+def normed(norm: Norm | None, x: Any) -> Array:
     """The norm over the last axis, in the dtype of `x`; without one, `x`."""
     if norm is None:
         return x
@@ -69,7 +71,7 @@ def normed(norm: eqx.nn.RMSNorm | None, x: Any) -> Array:
 
 
 def projected(
-    matmul: Matmul, x: Array, norm: eqx.nn.RMSNorm | None, layers: Mapping[str, Any], widths: tuple[int, ...]
+    matmul: Matmul, x: Array, norm: Norm | None, layers: Mapping[str, Any], widths: tuple[int, ...]
 ) -> tuple[Array, ...]:
     """Projections by name, of these widths, of the norm of `x`: `project` of each."""
     operands = _operands(x, norm, layers, widths)
@@ -80,9 +82,7 @@ def projected(
     return matmul.together(x, *weights, **options)
 
 
-def gated(
-    matmul: Matmul, x: Array, norm: eqx.nn.RMSNorm | None, layers: Mapping[str, Any], width: int
-) -> Array | None:
+def gated(matmul: Matmul, x: Array, norm: Norm | None, layers: Mapping[str, Any], width: int) -> Array | None:
     """The gate of two projections of this width of the norm of `x`; `None` if they cannot be computed together."""
     operands = _operands(x, norm, layers, (width, width))
     if operands is None:
@@ -105,7 +105,7 @@ def added(matmul: Matmul, name: str, layer: Any, x: Array, residual: Array) -> A
 
 
 def _operands(
-    x: Array, norm: eqx.nn.RMSNorm | None, layers: Mapping[str, Any], widths: tuple[int, ...]
+    x: Array, norm: Norm | None, layers: Mapping[str, Any], widths: tuple[int, ...]
 ) -> tuple[list[Any], dict[str, Any]] | None:
     """The weights of projections of the norm of `x`, and the options of their `Matmul`; `None` if it does not compute them."""
     weights = [layer.weight for layer in layers.values() if type(layer) is eqx.nn.Linear]
@@ -127,7 +127,7 @@ def plain_norms(q_norm: Any, k_norm: Any, over_all: bool) -> dict[str, Any] | No
     norms = (q_norm, k_norm)
     if norms == (None, None):
         return {}
-    plain = not over_all and all(norm is not None and _is_plain(norm) for norm in norms)
+    plain = not over_all and all(n is not None and n.weight is not None and _is_plain(n) for n in norms)
     if not plain or q_norm.eps != k_norm.eps:
         return None
     return {"q_norm": q_norm.weight, "k_norm": k_norm.weight, "norm_eps": q_norm.eps}

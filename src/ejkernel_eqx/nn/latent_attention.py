@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Any, overload, TYPE_CHECKING, Unpack
+from typing import Any, Literal, overload, TYPE_CHECKING, Unpack
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -57,7 +57,7 @@ class MultiHeadLatentAttention(PagedLayer[PagedLatentCache], Published):
     kv_a_layernorm: eqx.nn.RMSNorm  # [R]
     kv_b_proj: eqx.nn.Linear  # [H * (Dn + V), R], each head's keys and then its values
     o_proj: eqx.nn.Linear  # [E, H * V]
-    rope: RotaryEmbedding
+    rope: RotaryEmbedding | None
     attention: ExpandedAttention
     absorbed_attention: AbsorbedLatentAttention
     past_attention: AbsorbedLatentAttention
@@ -81,7 +81,7 @@ class MultiHeadLatentAttention(PagedLayer[PagedLatentCache], Published):
         qk_rope_head_dim: int,
         v_head_dim: int | None = None,
         q_lora_rank: int | None = None,
-        rope: RotaryEmbedding | None = None,
+        rope: RotaryEmbedding | Literal[False] | None = None,
         norm_eps: float = 1e-6,
         use_bias: bool = False,
         logits_soft_cap: float | None = None,
@@ -100,7 +100,7 @@ class MultiHeadLatentAttention(PagedLayer[PagedLatentCache], Published):
         - `qk_nope_head_dim`, `qk_rope_head_dim`: features of a query or key without and with rotation, `Dn` and `Dr` (128 and 64).
         - `v_head_dim`: features `V` of a value; default `Dn`.
         - `q_lora_rank`: features `Rq` between the two projections of the queries; `None` for a single one (DeepSeek-V2-Lite).
-        - `rope`: rotary embedding of `Dr` features; default one that is interleaved, as DeepSeek's.
+        - `rope`: rotary embedding of `Dr` features; default one that is interleaved, as DeepSeek's. `False` for none (Kimi-Linear).
         - `norm_eps`: added to the mean square in the norms of the latents.
         - `use_bias`: whether `q_a_proj`, `kv_a_proj_with_mqa` and `o_proj` have biases.
         - `logits_soft_cap`, `platform`, `config`: as in [`ejkernel_eqx.MultiHeadLatentAttention`][]. The platform also applies to attention
@@ -356,12 +356,14 @@ def splits_weights(latent: Array) -> bool:
     return math.prod(latent.shape[:-1]) > latent.shape[-1]
 
 
-def _read_rope(rope: Any, rope_dim: int) -> RotaryEmbedding:
+def _read_rope(rope: Any, rope_dim: int) -> RotaryEmbedding | None:
+    if rope is False:
+        return None
     if rope is None:
         return RotaryEmbedding(rope_dim, interleaved=True)
     if not isinstance(rope, RotaryEmbedding) or rope.num_axes is not None:
         raise ValueError(
-            f"rope: expected a RotaryEmbedding of one axis or None, received {rope!r}; the default one is RotaryEmbedding({rope_dim}, "
+            f"rope: expected a RotaryEmbedding of one axis, None or False, received {rope!r}; the default one is RotaryEmbedding({rope_dim}, "
             "interleaved=True)."
         )
     if rope.head_dim != rope_dim:
@@ -371,7 +373,7 @@ def _read_rope(rope: Any, rope_dim: int) -> RotaryEmbedding:
     return rope
 
 
-def _softmax_scale(rope: RotaryEmbedding, dim: int) -> float:
-    scaling = rope.scaling
+def _softmax_scale(rope: RotaryEmbedding | None, dim: int) -> float:
+    scaling = None if rope is None else rope.scaling
     share = scaling.softmax_factor if isinstance(scaling, YarnScaling) else 1.0
     return dim**-0.5 * share

@@ -53,7 +53,7 @@ class CellInputs(TokenInputs, total=False):
 class BlockInputs(TypedDict, total=False):
     """The norm and the residual of the block around a layer."""
 
-    norm: eqx.nn.RMSNorm | None
+    norm: eqx.nn.RMSNorm | eqx.nn.LayerNorm | None
     residual: Float[AnyArray, "*B T O"] | None
 
 

@@ -43,6 +43,12 @@ def with_window(window: Array | None, mask: AnyArray | Mask | None) -> AnyArray 
     return near & (mask if isinstance(mask, Mask) else Mask.from_dense(mask))
 
 
+def with_chunks(size: int, mask: AnyArray | Mask | None) -> Mask:
+    """The mask of a call combined with chunks."""
+    chunks = Mask.chunked(size)
+    return chunks if mask is None else chunks & (mask if isinstance(mask, Mask) else Mask.from_dense(mask))
+
+
 def check_scalar(window: Array | None) -> None:
     if window is not None and window.ndim:
         raise ValueError(

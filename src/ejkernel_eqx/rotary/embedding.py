@@ -184,20 +184,21 @@ class RotaryEmbedding(Module):
     ) -> tuple[Array, Array]:
         """Cosines and sines of the angles of tokens of this shape, `[..., T]`: two arrays that broadcast to `[..., T, R / 2]`. The other arguments
         are those of a call."""
+        axes = self.num_axes
         if positions is None:
-            positions = count_from(offset, shape[:-1], shape[-1])
+            # Equal along all axes, so they have one; a first axis is that of the rows.
+            positions, axes = count_from(offset, shape[:-1], shape[-1]), None
         else:
-            positions = check_positions(positions, shape, self.num_axes)
+            positions = check_positions(positions, shape, axes)
         if lengths is not None:
             lengths = read_rows("lengths", lengths, shape, "token", "[..., 1] is one for each row")
         elif self.by_length:
-            lengths = longest_of(positions, self.num_axes)
+            lengths = longest_of(positions, axes)
         at = None if lengths is None else lengths[..., None].astype(dtype)
         whole = lambda a: lax.expand_dims(a, range(len(shape) + 1 - a.ndim))  # [..., T, R / 2]
         found, magnitude = self._turning(at, jnp)
-        pairs = (
-            None if self.mrope_section is None else axes_of_pairs(self.mrope_section, self.mrope_interleaved)
-        )
+        section = self.mrope_section
+        pairs = None if axes is None or section is None else axes_of_pairs(section, self.mrope_interleaved)
         angles = whole(by_pair(positions, pairs)).astype(dtype) * whole(jnp.asarray(found, dtype))
         if isinstance(magnitude, Array):
             magnitude = whole(magnitude)

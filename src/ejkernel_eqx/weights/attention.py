@@ -25,7 +25,7 @@ _PARTS = ("q_proj", "k_proj", "v_proj")
 _FUSED = ("qkv_proj.weight", "query_key_value.weight", "c_attn.weight", "in_proj_weight")
 _EQUINOX = {"q_proj": "query_proj", "k_proj": "key_proj", "v_proj": "value_proj"}
 _OUTPUTS = ("o_proj", "out_proj", "dense", "output_proj")
-_MASKS = ("bias", "masked_bias")  # buffers beside the parameters
+_MASKS = ("bias", "masked_bias", "rotary_emb.inv_freq")  # buffers beside the parameters
 _Split = Callable[[Any], list[Any]]
 """From rows, arrays or a quantised weight, to those of queries, keys and values."""
 

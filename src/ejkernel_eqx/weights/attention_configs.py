@@ -3,10 +3,15 @@
 from collections.abc import Callable
 from typing import Any
 
+from .._entries import Entries
 from ..rotary import RotaryEmbedding
-from .configs import check_type, Config, head_width, layer_type, read_model, refuse, take
+from .configs import check_type, Config, head_width, kimi_layer_type, layer_type, read_model, refuse, take
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+_ONE_WINDOW = ("mistral", "ministral3", "mixtral", "phi3", "minimax", "qwen3_moe", "starcoder2")
+"""Models whose layers are all alike."""
+_ORIGINAL = "original_max_position_embeddings"
+_INTERLEAVED = ("cohere", "cohere2", "glm4", "llama4_text")
 _LAYER = "MultiHeadAttention"
 
 
@@ -23,12 +28,15 @@ def attention_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
     **Returns:** a dictionary. Raises `ValueError` for a `model_type` or an option that is not known here, and a layer of another kind;
     `CheckpointError` for entries that are missing, of another type or out of bounds.
     """
-    config = read_model(config, _LAYER)
+    config = entries = read_model(config, _LAYER)
     kind = config["model_type"]
+    found = layer_type(config, layer_index, lambda i: default_type(entries, i))
+    if kind == "gemma4_text":
+        config = _of_one_layer(config, layer_index, found)
     heads, width = take(config, "num_attention_heads", "n_head"), take(config, "hidden_size", "n_embd")
     config.check_divides("num_key_value_heads", "num_attention_heads")
-    found = layer_type(config, layer_index, lambda i: default_type(config, i))
-    check_type(config, layer_index, found, (_FULL, _SLIDING), _LAYER)
+    types = (_FULL, _CHUNKED) if kind == "llama4_text" else (_FULL, _SLIDING)
+    check_type(config, layer_index, found, types, _LAYER)
     options: dict[str, Any] = {
         "embed_dim": width,
         "num_heads": heads,
@@ -40,28 +48,59 @@ def attention_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
     # Options of the type come after the general ones, which they may replace.
     if kind in _OTHERS:
         options |= _OTHERS[kind](config, layer_index)
-    # GPT-2 learns its positions as embeddings and rotates nothing.
-    if kind != "gpt2":
-        options["rope"] = RotaryEmbedding.from_config(config, layer_type=found)
+    if _rotates(config, layer_index, found):
+        interleaved = kind in _INTERLEAVED
+        options["rope"] = RotaryEmbedding.from_config(
+            _rotation(config), layer_type=found, interleaved=interleaved
+        )
     return options
 
 
-def default_type(config: Config, index: int) -> str:
+def _rotates(config: Entries, index: int, found: str) -> bool:
+    kind, listed = config["model_type"], config.get("no_rope_layers")
+    if kind in ("smollm3", "llama4_text"):  # where 0 stands for none
+        if listed and index >= len(listed):
+            raise config.wrong("no_rope_layers", f"a number for each layer, also for layer {index}")
+        return bool(listed[index] if listed else (index + 1) % config["no_rope_layer_interval"])
+    if kind == "granitemoehybrid":
+        return config.get("position_embedding_type") == "rope"
+    if kind == "cohere2":
+        return found == _SLIDING and config.get("sliding_window") is not None
+    if kind == "exaone4":
+        return found == _SLIDING or config.get("sliding_window") is None
+    return kind != "gpt2"  # which learns its positions as embeddings
+
+
+def default_type(config: Entries, index: int) -> str:
     """The type of a layer in a configuration that lists none."""
-    kind = config["model_type"]
+    kind, has_window = config["model_type"], config.get("sliding_window") is not None
+    by_pattern = (index + 1) % config.get("sliding_window_pattern", 1) != 0
+    by_interval = (index + 1) % config.get("full_attention_interval", 1) != 0
     sliding = {
         "gemma2": index % 2 == 0,
         "gpt_oss": index % 2 == 0,
-        "gemma3_text": (index + 1) % config.get("sliding_window_pattern", 1) != 0,
+        "gemma3_text": by_pattern,
+        "gemma4_text": by_pattern and index + 1 != config.get("num_hidden_layers"),
+        "olmo3": (index + 1) % 4 != 0,
+        "cohere2": by_pattern,
+        "exaone4": has_window and by_pattern,
+        "smollm3": kind == "smollm3" and has_window and not _rotates(config, index, _FULL),
         "qwen2": index >= config.get("max_window_layers", 0),
         "qwen2_moe": index % 2 == 0 and index < config.get("max_window_layers", 0),
         "qwen3": index >= config.get("max_window_layers", 0),
     }
     linear = {
-        "qwen3_next": (index + 1) % config.get("full_attention_interval", 1) != 0,
-        "qwen3_5_text": (index + 1) % config.get("full_attention_interval", 1) != 0,
+        "qwen3_next": by_interval,
+        "qwen3_5_text": by_interval,
+        "qwen3_5_moe_text": by_interval,
         "minimax": index % 2 == 1,
+        "granitemoehybrid": True,
     }
+    if kind == "llama4_text":
+        has_chunks = config.get("attention_chunk_size") is not None
+        return _CHUNKED if has_chunks and _rotates(config, index, _FULL) else _FULL
+    if kind == "kimi_linear":
+        return kimi_layer_type(config, index)
     if linear.get(kind, False):
         return "linear_attention"
     return _SLIDING if sliding.get(kind, False) else _FULL
@@ -70,9 +109,9 @@ def default_type(config: Config, index: int) -> str:
 def _window(config: Config, found: str) -> int | None:
     kind, window = config["model_type"], config.get("sliding_window")
     # Qwen publishes a window also where it is switched off.
-    if kind.startswith("qwen") and not config.get("use_sliding_window", False):
+    if kind.startswith(("qwen", "smollm3")) and not config.get("use_sliding_window", False):
         return None
-    if kind in ("mistral", "mixtral", "phi3", "minimax", "qwen3_moe"):  # all layers alike
+    if kind in _ONE_WINDOW:
         return window
     return window if found == _SLIDING else None
 
@@ -82,10 +121,14 @@ def _biases(config: Config) -> tuple[bool, bool]:
     kind = config["model_type"]
     if kind in _BIASES:
         return _BIASES[kind]
+    if kind == "starcoder2":
+        return bool(config["use_bias"]), bool(config["use_bias"])
     if kind == "qwen2_moe":
         return bool(config["qkv_bias"]), False
     has_all = bool(config.get("attention_bias", False))
-    return has_all, has_all
+    if kind in ("glm4", "glm4_moe"):
+        return has_all, False
+    return has_all, bool(config["attention_out_bias"]) if kind == "seed_oss" else has_all
 
 
 def _qk_norm(config: Config, layer_index: int) -> dict[str, Any]:
@@ -108,6 +151,30 @@ def _gemma3(config: Config, layer_index: int) -> dict[str, Any]:
     return _gemma(config, layer_index) | _qk_norm(config, layer_index) | {"softmax_scale": scale}
 
 
+def _of_one_layer(config: Entries, index: int, found: str) -> Entries:
+    """The configuration of Gemma 4 for one layer, as those with full attention have sizes of their own."""
+    sizes = {"head_dim": config["global_head_dim"]}
+    if config["attention_k_eq_v"] and config.get("num_global_key_value_heads"):
+        sizes["num_key_value_heads"] = config["num_global_key_value_heads"]
+    if config.get(
+        "per_layer_config"
+    ):  # as newer versions of transformers write it, of the layers that differ
+        listed = config.inner("per_layer_config")
+        sizes = listed.inner(str(index)).known() if str(index) in set(listed) else {}
+    elif found != _FULL:
+        sizes = {}
+    return config.changed(**sizes, global_head_dim=None)
+
+
+def _gemma4(config: Entries, layer_index: int) -> dict[str, Any]:
+    refuse(config, use_bidirectional_attention="vision", num_kv_shared_layers=0, enable_moe_block=False)
+    refuse(config, hidden_size_per_layer_input=0)
+    take(config, "rope_parameters")
+    options = _qk_norm(config, layer_index) | {"v_norm": True, "softmax_scale": 1.0}
+    is_full = layer_type(config, layer_index, lambda i: default_type(config, i)) == _FULL
+    return options | {"keys_as_values": bool(config["attention_k_eq_v"]) and is_full}
+
+
 def _gpt_oss(config: Config, layer_index: int) -> dict[str, Any]:
     return {"sinks": True}
 
@@ -121,6 +188,18 @@ def _gpt2(config: Config, layer_index: int) -> dict[str, Any]:
     return {"softmax_scale": scale}
 
 
+def _llama4(config: Entries, layer_index: int) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if layer_type(config, layer_index, lambda i: default_type(config, i)) == _CHUNKED:
+        options["chunk_size"] = take(config, "attention_chunk_size")
+    if not _rotates(config, layer_index, _FULL):
+        has_temperature = bool(config["attn_temperature_tuning"])
+        tempered = {"temperature": (float(config["attn_scale"]), config["floor_scale"], 1)}
+        return options | (tempered if has_temperature else {})
+    # A rotation changes no norm, so that this one may stand before it.
+    return options | ({**_qk_norm(config, layer_index), "qk_norm": "unit"} if config["use_qk_norm"] else {})
+
+
 def _olmo2(config: Config, layer_index: int) -> dict[str, Any]:
     return {"qk_norm": "all", "qk_norm_eps": take(config, "rms_norm_eps")}
 
@@ -130,25 +209,71 @@ def _olmoe(config: Config, layer_index: int) -> dict[str, Any]:
     return _olmo2(config, layer_index)
 
 
+def _glm4_moe(config: Config, layer_index: int) -> dict[str, Any]:
+    return _qk_norm(config, layer_index) if config["use_qk_norm"] else {}
+
+
+def _cohere(config: Config, layer_index: int) -> dict[str, Any]:
+    refuse(config, use_qk_norm=False)
+    return {}
+
+
+def _phi(config: Config, layer_index: int) -> dict[str, Any]:
+    refuse(config, qk_layernorm=False)
+    return {}
+
+
+def _granite(config: Config, layer_index: int) -> dict[str, Any]:
+    return {"softmax_scale": float(config["attention_multiplier"])}
+
+
+def _ministral3(config: Entries, layer_index: int) -> dict[str, Any]:
+    take(config, "rope_scaling", "rope_parameters")
+    entries = config.inner("rope_scaling" if config.get("rope_scaling") else "rope_parameters")
+    strength = entries.get("llama_4_scaling_beta")
+    return {"temperature": (strength, take(entries, _ORIGINAL), 0)} if strength else {}
+
+
+def _rotation(config: Entries) -> Entries:
+    """The configuration without what stands among the entries of the rotation and is none."""
+    if config["model_type"] != "ministral3":
+        return config
+    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    others = ("llama_4_scaling_beta", "max_position_embeddings")
+    return config.changed(**{name: {key: config[name][key] for key in config[name] if key not in others}})
+
+
 def _qwen3_next(config: Config, layer_index: int) -> dict[str, Any]:
     refuse(config, attn_output_gate=True)
     return _qk_norm(config, layer_index) | {"output_gate": True}
 
 
-_BIASES = {"gpt2": (True, True), "qwen2": (True, False)}
-_BIASES |= dict.fromkeys(("minimax", "mistral", "mixtral", "phi3"), (False, False))
+_BIASES = {"gpt2": (True, True), "phi": (True, True), "qwen2": (True, False)}
+_NO_BIAS = ("exaone4", "minimax", "minimax_m2", "ministral3", "mistral", "mixtral", "phi3")
+_BIASES |= dict.fromkeys(_NO_BIAS, (False, False))
 """The biases of models whose configuration does not say it."""
-_OTHERS: dict[str, Callable[[Config, int], dict[str, Any]]] = {
+_OTHERS: dict[str, Callable[[Entries, int], dict[str, Any]]] = {
+    "cohere": _cohere,
+    "exaone4": _qk_norm,
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
+    "gemma4_text": _gemma4,
+    "glm4_moe": _glm4_moe,
     "gpt2": _gpt2,
     "gpt_oss": _gpt_oss,
+    **dict.fromkeys(("granite", "granitemoe", "granitemoehybrid"), _granite),
+    "llama4_text": _llama4,
+    "minimax_m2": _olmo2,
+    "ministral3": _ministral3,
     "olmo2": _olmo2,
+    "olmo3": _olmo2,
     "olmoe": _olmoe,
+    "phi": _phi,
     "qwen3": _qk_norm,
     "qwen3_moe": _qk_norm,
     "qwen3_next": _qwen3_next,
     "qwen3_5_text": _qwen3_next,
+    "qwen3_5_moe_text": _qwen3_next,
 }
 """The other options of models by their type."""

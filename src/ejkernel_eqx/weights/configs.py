@@ -13,7 +13,21 @@ Config = Mapping[str, Any]
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh"}
 ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 """The activations by their published names."""
-_UNIT_OFFSET = ("gemma", "gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text")
+_UNIT_OFFSET = ("gemma", "gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_QWEN2_VL = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8, "max_window_layers": 80}
+_QWEN3_VL_MOE = {"num_local_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408}
+_QWEN3_VL_MOE |= {"num_key_value_heads": 16, "head_dim": 128, "rope_theta": 5e5, "norm_topk_prob": True}
+_KIMI_LINEAR = {"n_group": "num_expert_group", "norm_topk_prob": "moe_renormalize"}
+_KIMI_LINEAR |= {"num_experts_per_tok": "num_experts_per_token", "n_shared_experts": "num_shared_experts"}
+_KIMI_LINEAR |= {"scoring_func": "moe_router_activation_func"}
+_GRANITE_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
+ALIASES: dict[str, tuple[str, Config]] = {
+    "kimi_k2": ("deepseek_v3", {}),
+    **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), ("qwen2", _QWEN2_VL)),
+    "qwen3_vl_text": ("qwen3", {"rope_theta": 5e5}),
+    "qwen3_vl_moe_text": ("qwen3_moe", _QWEN3_VL_MOE),
+}
+"""Models that are others under another `model_type`, and the entries that they leave out otherwise."""
 
 
 @functools.cache
@@ -38,7 +52,24 @@ def read_model(config: Any, layer: str) -> Entries:
 def text_entries(config: Any) -> Entries:
     """The entries of the language model, also where they are those of a part."""
     entries = entries_of(config)
-    return entries.inner("text_config") if entries.get("text_config") else entries
+    entries = entries.inner("text_config") if entries.get("text_config") else entries
+    kind = entries.get("model_type")
+    if kind == "kimi_linear":
+        renamed = {name: entries.raw(other) for name, other in _KIMI_LINEAR.items()}
+        return entries.changed(**{name: value for name, value in renamed.items() if value is not None})
+    if kind == "granitemoehybrid" and (types := entries.get("layer_types")):
+        return entries.changed(layer_types=[_GRANITE_TYPES.get(name, name) for name in types])
+    if kind not in ALIASES:
+        return entries
+    kind, defaults = ALIASES[kind]
+    return entries.changed(model_type=kind).over(defaults)
+
+
+def kimi_layer_type(config: Entries, index: int) -> str:
+    """The type of a layer of Kimi-Linear where none is listed."""
+    layers = config.inner("linear_attn_config").get("kda_layers")  # counted from 1
+    is_linear = not index or index % 4 if layers is None else index + 1 in layers
+    return "linear_attention" if is_linear else "full_attention"
 
 
 def take(config: Config, *names: str) -> Any:

@@ -63,6 +63,13 @@ def _no_experts(config: Config, layer_index: int) -> str | None:
         return f"first_k_dense_replace is {first}"
     if layer_index in (config.get("mlp_only_layers") or ()):
         return f"mlp_only_layers has {layer_index}"
+    if (kinds := config.get("mlp_layer_types")) and kinds[layer_index : layer_index + 1] == ["dense"]:
+        return "mlp_layer_types says dense"
+    if layer_index not in (config.get("moe_layers") or (layer_index,)):
+        return "moe_layers has it not"
+    step = 1 if config.get("moe_layers") else config.get("interleave_moe_layer_step") or 1
+    if (layer_index + 1) % step:
+        return f"interleave_moe_layer_step is {step}"
     # This entry counts layers from 1, unlike the next one.
     if (layer_index + 1) % (step := config.get("decoder_sparse_step") or 1):
         return f"decoder_sparse_step is {step}"
@@ -125,6 +132,22 @@ def _deepseek_v3(config: Entries) -> dict[str, Any]:
     return _shared(config) | {"scoring": "sigmoid", "use_correction_bias": True} | _groups(config)
 
 
+def _llama4(config: Entries) -> dict[str, Any]:
+    refuse(config, num_experts_per_tok=1)
+    given = {"scoring": "sigmoid", "scale_inputs": True, "shared_dim": take(config, "intermediate_size")}
+    return _one_size(config) | given | {"normalize": False}
+
+
+def _minimax_m2(config: Entries) -> dict[str, Any]:
+    refuse(config, scoring_func="sigmoid")
+    return _one_size(config) | {"scoring": "sigmoid", "use_correction_bias": True}
+
+
+def _granite(config: Entries) -> dict[str, Any]:
+    shared = config.get("shared_intermediate_size")
+    return _one_size(config) | ({"shared_dim": shared} if shared else {})
+
+
 def _groups(config: Entries) -> dict[str, Any]:
     groups, kept, count = take(config, "n_group"), take(config, "topk_group"), _count(config)
     if count % groups:
@@ -137,10 +160,18 @@ def _groups(config: Entries) -> dict[str, Any]:
 _OTHERS: dict[str, Callable[[Entries], dict[str, Any]]] = {
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
+    "glm4_moe": _deepseek_v3,
+    "kimi_linear": _deepseek_v3,
+    "glm4_moe_lite": _deepseek_v3,
     "gpt_oss": _gpt_oss,
+    "granitemoe": _granite,
+    "granitemoehybrid": _granite,
+    "llama4_text": _llama4,
     "minimax": _one_size,
+    "minimax_m2": _minimax_m2,
     "mixtral": _one_size,
     "olmoe": _olmoe,
     "qwen2_moe": _shared_gated,
     "qwen3_next": _shared_gated,
+    "qwen3_5_moe_text": _shared_gated,
 }

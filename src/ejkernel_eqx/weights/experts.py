@@ -5,6 +5,8 @@
 | Mixtral and MiniMax | `experts.0.w1`, `w3`, `w2`: gate, up, down |
 | Qwen, OLMoE, DeepSeek | `experts.0.gate_proj`, `up_proj`, `down_proj` |
 | transformers, once loaded | `experts.gate_up_proj` `[N, 2 F, E]`, all gates and then all ups; `experts.down_proj` `[N, E, F]` |
+| Granite | `input_linear` and `output_linear` for both; those of the shared expert beside it, in `shared_mlp` |
+| Llama 4, in `feed_forward` | `experts.gate_up_proj` `[N, E, 2 F]`, all gates and then all ups; `experts.down_proj` `[N, F, E]` |
 | GPT-OSS | `experts.gate_up_proj` `[N, E, 2 F]`, gate and up in turn; `experts.down_proj` `[N, F, E]`; `*_bias` |
 
 The router is `gate` or `router`, the expert of all tokens `shared_expert` or `shared_experts`.
@@ -12,7 +14,7 @@ The router is `gate` or `router`, the expert of all tokens `shared_expert` or `s
 
 from typing import Any
 
-from .fill import fill_fields, replaced
+from .fill import fill, fill_fields, replaced
 from .quantised.values import rows_of, stacked_weights, turned
 from .view import Weights
 
@@ -27,8 +29,25 @@ def mixture_of_experts(layer: Any, weights: Weights) -> Any:
         (o for o in options if any(n.startswith(f"{o}.") for n in names)), options[0]
     )
     renamed = {"shared_expert": there("shared_expert", "shared_experts")}
-    router = _router(layer.gate, weights, there("gate", "router"))
-    return fill_fields(replaced(layer, {"gate": router}), weights, renamed, skip=("gate",))
+    name = "router.layer" if weights.has("router.layer.weight") else there("gate", "router")
+    new: dict[str, Any] = {"gate": _router(layer.gate, weights, name)}
+    if weights.has("input_linear.weight"):
+        new["experts"] = _halves(layer.experts, weights, "input_linear.weight", "output_linear.weight")
+    beside = weights.beside("shared_mlp")
+    if layer.shared_expert is not None and beside.has("input_linear.weight"):
+        new["shared_expert"] = fused_mlp(layer.shared_expert, beside)
+    return fill_fields(replaced(layer, new), weights, renamed, skip=tuple(new))
+
+
+def fused_mlp(mlp: Any, weights: Weights) -> Any:
+    """A gated MLP as Granite publishes it."""
+    inner, outer = mlp.gate_proj.weight.shape
+    both = weights.take_matrix("input_linear.weight", (2 * inner, outer), mlp.gate_proj.weight.dtype)
+    halves = {"gate_proj": slice(inner), "up_proj": slice(inner, None)}
+    new = {
+        name: replaced(getattr(mlp, name), {"weight": rows_of(both, part)}) for name, part in halves.items()
+    }
+    return replaced(mlp, new | {"down_proj": fill(mlp.down_proj, weights.at("output_linear"))})
 
 
 def _router(router: Any, weights: Weights, name: str) -> Any:
@@ -45,27 +64,32 @@ def experts(module: Any, weights: Weights) -> Any:
     """All experts of a layer."""
     if weights.has("gate_up_proj_bias"):
         return _transposed(module, weights)
+    if weights.prefix.endswith("feed_forward.experts."):
+        return _transposed(module, weights, alternates=False)
     if weights.has("gate_up_proj"):
-        count, inner, outer = module.gate_proj.shape
-        both = weights.take_matrix("gate_up_proj", (count, 2 * inner, outer), module.gate_proj.dtype)
-        # All gates come before all ups: [N, 2 F, E] to two arrays [N, F, E].
-        gate, up = rows_of(both, slice(inner)), rows_of(both, slice(inner, None))
-        return fill_fields(
-            replaced(module, {"gate_proj": gate, "up_proj": up}), weights, skip=("gate_proj", "up_proj")
-        )
+        return _halves(module, weights, "gate_up_proj", "down_proj")
     if weights.has("gate_proj"):  # by the names of the fields
         return fill_fields(module, weights)
     return _one_by_one(module, weights)
 
 
-def _transposed(module: Any, weights: Weights) -> Any:
+def _halves(module: Any, weights: Weights, both: str, down: str) -> Any:
+    count, inner, outer = module.gate_proj.shape
+    matrix = weights.take_matrix(both, (count, 2 * inner, outer), module.gate_proj.dtype)
+    # All gates come before all ups: [N, 2 F, E] to two arrays [N, F, E].
+    new = {"gate_proj": rows_of(matrix, slice(inner)), "up_proj": rows_of(matrix, slice(inner, None))}
+    return fill_fields(replaced(module, new), weights, {"down_proj": down}, skip=tuple(new))
+
+
+def _transposed(module: Any, weights: Weights, alternates: bool = True) -> Any:
     count, inner, outer = module.gate_proj.shape
     dtype = module.gate_proj.dtype
     both = turned(weights.take_matrix("gate_up_proj", (count, outer, 2 * inner), dtype))
     down = turned(weights.take_matrix("down_proj", (count, inner, outer), dtype))
-    # Gate and up alternate along the last axis as published, and all three are published transposed.
-    alternate = [rows_of(both, slice(start, None, 2)) for start in range(2)]
-    new: dict[str, Any] = dict(zip(_FIELDS, (*alternate, down)))
+    # All three are published transposed. In GPT-OSS gate and up alternate along the last axis.
+    halves = (slice(inner), slice(inner, None))
+    parts = (slice(0, None, 2), slice(1, None, 2)) if alternates else halves
+    new: dict[str, Any] = dict(zip(_FIELDS, (*(rows_of(both, part) for part in parts), down)))
     if module.gate_proj_bias is not None:
         biases = weights.take("gate_up_proj_bias", (count, 2 * inner), module.gate_proj_bias.dtype)
         new |= {"gate_proj_bias": biases[:, 0::2], "up_proj_bias": biases[:, 1::2]}

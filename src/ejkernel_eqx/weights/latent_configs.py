@@ -19,12 +19,13 @@ def latent_attention_options(config: Config, layer_index: int = 0) -> dict[str, 
     """
     config = read_model(config, "MultiHeadLatentAttention")
     layer_type(config, layer_index, lambda index: "")  # which checks the index
-    heads = take(config, "num_attention_heads")
-    refuse(config, num_key_value_heads=heads)
+    heads, has_rope = take(config, "num_attention_heads"), config["model_type"] != "kimi_linear"
+    is_interleaved = bool(config.get("rope_interleave", True))
+    refuse(config, num_key_value_heads=heads, mla_use_nope=not has_rope)
     return {
         **taken(config, "embed_dim=hidden_size kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"),
         "num_heads": heads,
-        "q_lora_rank": config["q_lora_rank"],  # null means none
+        "q_lora_rank": config.get("q_lora_rank"),  # null means none
         "use_bias": bool(config["attention_bias"]),
-        "rope": RotaryEmbedding.from_config(config, interleaved=bool(config.get("rope_interleave", True))),
+        "rope": has_rope and RotaryEmbedding.from_config(config, interleaved=is_interleaved),
     }

@@ -5,7 +5,17 @@ from collections.abc import Callable
 from typing import Any
 
 from .._entries import Entries
-from .configs import check_type, Config, head_width, layer_type, read_model, refuse, take, taken
+from .configs import (
+    check_type,
+    Config,
+    head_width,
+    kimi_layer_type,
+    layer_type,
+    read_model,
+    refuse,
+    take,
+    taken,
+)
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
 
@@ -26,8 +36,10 @@ def mamba1_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
 
 
 def mamba2_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
-    """The arguments of `Mamba2Mixer` (`mamba2`)."""
+    """The arguments of `Mamba2Mixer` (`mamba2`, `granitemoehybrid`)."""
     config = _read(config, layer_index, "Mamba2Mixer")
+    if config["model_type"] == "granitemoehybrid":
+        return _granite_mamba2(config)
     config.check_divides("n_groups", "num_heads")
     low, high = take(config, "time_step_limit")
     return {
@@ -36,6 +48,24 @@ def mamba2_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
         "inner_dim": take(config, "num_heads") * take(config, "head_dim"),
         "dt_limit": None if (low, high) == (0, math.inf) else (float(low), float(high)),
         **_flags(config, "use_conv_bias use_bias"),
+    }
+
+
+def _granite_mamba2(config: Entries) -> dict[str, Any]:
+    width, heads = take(config, "hidden_size"), take(config, "mamba_n_heads")
+    inner = _expanded(config, width, "mamba_expand")
+    if inner % heads or config["mamba_d_head"] not in ("auto", inner // heads):
+        raise config.wrong(
+            "mamba_d_head", f"'auto' or the {inner} features of mamba_expand over mamba_n_heads={heads}"
+        )
+    low, high = take(config, "time_step_limit")
+    sizes = "state_size=mamba_d_state num_groups=mamba_n_groups conv_width=mamba_d_conv norm_eps=rms_norm_eps"
+    return {
+        **taken(config, f"embed_dim=hidden_size {sizes}"),
+        "head_dim": inner // heads,
+        "inner_dim": inner,
+        "dt_limit": None if (low, high) == (0, math.inf) else (float(low), float(high)),
+        **_flags(config, "use_conv_bias=mamba_conv_bias use_bias=mamba_proj_bias"),
     }
 
 
@@ -63,13 +93,7 @@ def lightning_attention_options(config: Config, layer_index: int = 0) -> dict[st
 
 def kimi_delta_attention_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
     """The arguments of `KimiDeltaAttention` (`kimi_linear`)."""
-
-    def default(config: Entries, index: int) -> str:
-        layers = config.inner("linear_attn_config").get("kda_layers")  # counted from 1
-        is_linear = not index or index % 4 if layers is None else index + 1 in layers
-        return _LINEAR if is_linear else _FULL
-
-    config = _read(config, layer_index, "KimiDeltaAttention", default)
+    config = _read(config, layer_index, "KimiDeltaAttention", kimi_layer_type)
     nested = config.inner("linear_attn_config")
     return {
         **taken(config, "embed_dim=hidden_size norm_eps=rms_norm_eps"),
@@ -96,10 +120,10 @@ def gated_linear_attention_options(config: Config, layer_index: int = 0) -> dict
     }
 
 
-def _expanded(config: Entries, width: int) -> int:
-    inner = int(take(config, "expand") * width)
+def _expanded(config: Entries, width: int, name: str = "expand") -> int:
+    inner = int(take(config, name) * width)
     if not 1 <= inner <= 2**20:
-        raise config.wrong("expand", f"a factor by which the {width} features become 1 to {2**20}")
+        raise config.wrong(name, f"a factor by which the {width} features become 1 to {2**20}")
     return inner
 
 

@@ -62,6 +62,11 @@ class Weights:
         """The arrays whose names begin with `name` and a dot."""
         return Weights(self._ledger, f"{self.prefix}{name}.", self.unit_offset_norms)
 
+    def beside(self, name: str) -> "Weights":
+        """Those of a module beside this one."""
+        above = self.prefix.removesuffix(".").rpartition(".")[0]
+        return Weights(self._ledger, f"{above}.{name}." if above else f"{name}.", self.unit_offset_norms)
+
     def has(self, name: str) -> bool:
         return self.prefix + name in self._ledger.names
 

@@ -48,6 +48,7 @@ class MixtureOfExperts(Published):
     | Qwen3-Next | `"softmax"` | yes | `shared_dim`, `shared_gate=True` |
     | GPT-OSS | `"top_k_softmax"` | | `activation="clamped_swiglu"`, `use_bias=True`, `use_router_bias=True` |
     | DeepSeek-V2 | `"softmax"` | no | `num_groups`, `top_k_groups`, `group_score="max"`, `scaling_factor`, `shared_dim` |
+    | Llama 4 | `"sigmoid"` | no | `top_k=1`, `scale_inputs=True`, `shared_dim` |
     | DeepSeek-V3 | `"sigmoid"` | yes | `num_groups`, `top_k_groups`, `use_correction_bias=True`, `scaling_factor`, `shared_dim` |
 
     No expert has a capacity, and no token is dropped. Tokens are sorted by expert, and each projection of all experts is one
@@ -83,6 +84,7 @@ class MixtureOfExperts(Published):
         num_groups: int = 1,
         top_k_groups: int = 1,
         group_score: GroupScore = "top2",
+        scale_inputs: bool = False,
         use_router_bias: bool = False,
         use_correction_bias: bool = False,
         activation: str = "silu",
@@ -106,6 +108,7 @@ class MixtureOfExperts(Published):
         - `scaling_factor`: what the weights are multiplied by at last (DeepSeek's `routed_scaling_factor`).
         - `num_groups`, `top_k_groups`: experts are in so many groups of equal size, and a token goes to experts of the best `top_k_groups` alone.
         - `group_score`: what groups are ranked by: `"top2"`, the sum of their two best experts, or `"max"`, the best one.
+        - `scale_inputs`: whether the input of an expert is multiplied by the weight of the token, not its output. With `top_k=1`.
         - `use_router_bias`: whether the logits have a bias.
         - `use_correction_bias`: whether experts are ranked with a bias added to their scores, `gate.e_score_correction_bias`, that is not in
             their weights and that no gradient reaches; [`update_correction_bias`][ejkernel_eqx.nn.update_correction_bias] balances experts by it.
@@ -137,6 +140,7 @@ class MixtureOfExperts(Published):
                 f"parallel: expected an ExpertParallel or None, received {type(parallel).__name__}; ejx.nn.ExpertParallel() is one."
             )
         groups: Any = {"num_groups": num_groups, "top_k_groups": top_k_groups, "group_score": group_score}
+        groups |= {"scale_inputs": scale_inputs}
         choice = Choice(num_experts, top_k, scoring, normalize, scaling_factor, **groups)
         parts = Parts(key, 4, dtype, compute_dtype)
         biases = {"use_bias": use_router_bias, "use_correction_bias": use_correction_bias}

@@ -237,12 +237,15 @@ def _local(split: _Split, layer: Any, x: Array, real: Array | None) -> tuple[Arr
         experts = eqx.tree_at(lambda e: e.down_proj_bias, experts, bias)
     mine, devices = experts.gate_proj.shape[0], split.size(split.exchanged)
     order = order_of(numbers, devices * mine)
-    rows = dispatched(x.reshape(-1, x.shape[-1]), top_k, order)
+    inputs, weights = x, routing.weights
+    if router.choice.scale_inputs:
+        inputs, weights = (x * weights).astype(x.dtype), jnp.ones_like(weights)
+    rows = dispatched(inputs.reshape(-1, x.shape[-1]), top_k, order)
     if devices == 1:
         rows = experts(rows, order.sizes)
     else:
         rows = _elsewhere(split, experts, rows, numbers[order.order], order.sizes.reshape(devices, mine))
-    y = combined(rows, routing.weights.reshape(-1, top_k), order)
+    y = combined(rows, weights.reshape(-1, top_k), order)
     y = lax.psum(y, split.added) if split.added else y
     return y.reshape(x.shape), statistics
 

@@ -38,11 +38,16 @@ class Choice:
     num_groups: int = 1
     top_k_groups: int = 1
     group_score: GroupScore = "top2"
+    scale_inputs: bool = False
 
     def __post_init__(self):
         sizes = ("num_experts", "top_k", "num_groups", "top_k_groups")
         check_sizes(**{name: getattr(self, name) for name in sizes})
-        check_flags(normalize=self.normalize)
+        check_flags(normalize=self.normalize, scale_inputs=self.scale_inputs)
+        if self.scale_inputs and self.top_k != 1:
+            raise ValueError(
+                f"scale_inputs: expected False with top_k={self.top_k}, received True; it is for one expert a token."
+            )
         check_numbers(scaling_factor=self.scaling_factor)
         for name, known in (("scoring", _SCORINGS), ("group_score", _GROUP_SCORES)):
             if getattr(self, name) not in known:

@@ -1,0 +1,240 @@
+"""Published families beyond their logits: texts from caches, pages, a training step; and what their entries mean."""
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import ejkernel_eqx as ejx
+from tests.models.cases import drawn, GOLDEN, tokens
+from tests.models.test_decoder import Served
+from tests.models.test_published import folder_of
+
+KINDS = [kind for kind in GOLDEN if "greedy" in GOLDEN[kind]]
+# Layers without a rotation beside windows; states beside gated attention.
+CHEAP = ("exaone4", "qwen3_5_text")
+each = pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in CHEAP else pytest.mark.slow) for kind in KINDS]
+)
+
+
+@functools.cache
+def model_of(kind: str) -> ejx.models.Decoder:
+    with tempfile.TemporaryDirectory() as folder:
+        return ejx.models.from_pretrained(folder_of(kind, Path(folder)), dtype="float32")
+
+
+@each
+def test_greedy_texts_with_padding_on_either_side(kind):
+    """They are those of whole passes of `transformers`."""
+    rows, (long, short) = tokens(), GOLDEN[kind]["greedy"]
+    padded, real = np.zeros((3, 13), np.int32), np.zeros((3, 13), bool)
+    for row, (source, first, count) in enumerate(((0, 0, 13), (1, 6, 7), (1, 2, 7))):
+        padded[row, first : first + count], real[row, first : first + count] = rows[source, :count], True
+    texts = ejx.models.generate(
+        model_of(kind), jnp.asarray(padded), padding_mask=jnp.asarray(real), max_new_tokens=5, stop_tokens=()
+    )
+    assert texts.tokens.tolist() == [long, short, short]
+
+
+@each
+def test_pages_are_the_whole(kind):
+    served = Served(model_of(kind), tokens()[:, :9])
+    if kind == "llama4_text with chunks":
+        with pytest.raises(ValueError, match="texts of at most chunk_size=4 tokens in pages"):
+            served.step((0, 5), (1, 3))
+        return
+    for counts in ((5, 3), (1, 1), (3, 5)):
+        served.step(*enumerate(counts))
+    served.agrees()
+
+
+@each
+def test_a_training_step_is_finite(kind):
+    def loss(model, rows):
+        return model.loss(model.features(rows[:, :-1]), rows[:, 1:])
+
+    model, rows = model_of(kind), jnp.asarray(tokens())
+    value, grads = eqx.filter_jit(eqx.filter_value_and_grad(loss))(model, rows)
+    logits = jax.nn.log_softmax(eqx.filter_jit(model)(rows)[:, :-1])
+    expected = -jnp.mean(jnp.take_along_axis(logits, rows[:, 1:, None], axis=-1))
+    assert abs(float(value - expected)) < 1e-5 * abs(float(expected))
+    for path, grad in jax.tree_util.tree_leaves_with_path(grads):
+        assert bool(jnp.isfinite(grad).all()), jax.tree_util.keystr(path)
+        assert "weight" not in str(path[-1]) or bool(jnp.any(grad != 0)), jax.tree_util.keystr(path)
+
+
+QWEN3 = {
+    "model_type": "qwen3",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "intermediate_size": 48,
+}
+QWEN3 |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
+
+
+def test_a_model_under_another_name():
+    config, read = GOLDEN["deepseek_v3"]["config"], ejx.models.decoder_config
+    assert read(config | {"model_type": "kimi_k2"}) == read(config)
+    nested = {"model_type": "kimi_k25", "text_config": config | {"model_type": "kimi_k2"}}
+    assert read(nested) == read(config)
+    mistral = GOLDEN["mistral"]["config"]  # as Mistral Small 3 is published
+    assert read({"model_type": "mistral3", "text_config": mistral}) == read(mistral)
+    # As before transformers 4.52, beside the entries of the vision model.
+    vision = GOLDEN["qwen2_5_vl_text"]["config"]["text_config"]
+    flat = vision | {"model_type": "qwen2_5_vl", "vision_config": {"depth": 2}}
+    assert read(flat) == read(GOLDEN["qwen2_5_vl_text"]["config"])
+    left_out = {"model_type": "qwen3_vl_text", "text_config": None}
+    assert read(QWEN3 | left_out) == read(QWEN3 | {"rope_theta": 5e5})
+
+
+def test_an_unknown_name_is_told_the_nearest_one():
+    with pytest.raises(
+        ValueError, match=r"received 'qwen4'; did you mean qwen[23]\? .*a row of ejx.models.FAMILIES"
+    ):
+        ejx.models.decoder_config(QWEN3 | {"model_type": "qwen4"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope"),
+        ("kimi_linear", {"moe_router_activation_func": "softmax"}, "scoring_func"),
+        ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func"),
+        ("ministral3", {"rope_parameters": None}, "'rope_scaling' or 'rope_parameters'"),
+        (
+            "llama",
+            {"rope_parameters": GOLDEN["ministral3"]["config"]["rope_parameters"]},
+            "llama_4_scaling_beta",
+        ),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+        ("gemma4_text", {"num_kv_shared_layers": 1}, "num_kv_shared_layers"),
+        ("gemma4_text", {"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input"),
+        ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block"),
+        ("granitemoehybrid", {"mamba_d_head": 12}, "mamba_d_head: expected 'auto' or the 64 features"),
+        ("llama4_text", {"num_experts_per_tok": 2}, "num_experts_per_tok"),
+        ("cohere", {"use_qk_norm": True}, "use_qk_norm"),
+        ("phi", {"qk_layernorm": True}, "qk_layernorm"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers: expected"),
+    ],
+)
+def test_entries_that_would_change_numbers_are_refused(kind, change, message):
+    with pytest.raises(ValueError, match=message):
+        ejx.models.decoder_config(GOLDEN[kind]["config"] | change)
+
+
+def test_sizes_of_single_layers():
+    """As Gemma 4 is published, and as transformers saves it."""
+    read, saved = ejx.models.decoder_config, GOLDEN["gemma4_text"]["config"]
+    published = {key: value for key, value in saved.items() if key != "per_layer_config"}
+    sizes = {"global_head_dim": 16, "num_global_key_value_heads": 1}
+    assert read(published | sizes) == read(saved)
+    layers = [dict(layer.options) for layer in read(saved).layers]
+    found = [(layer["head_dim"], layer["num_kv_heads"], layer["keys_as_values"]) for layer in layers]
+    assert found == [(8, 2, False), (16, 1, True), (16, 1, True)]
+
+
+def test_granite_4_as_it_is_published(tmp_path):
+    """Other names of layers, and experts in two matrices with one beside them."""
+    kind, arrays = "granitemoehybrid", {}
+    config = GOLDEN[kind]["config"]
+    own = {"layer_types": ["mamba", "attention", "mamba"], "mamba_d_head": "auto"}
+    assert ejx.models.decoder_config(config | own) == ejx.models.decoder_config(config)
+    names = {"experts.gate_up_proj": "input_linear.weight", "experts.down_proj": "output_linear.weight"}
+    names |= {"router.weight": "router.layer.weight"}
+    for name, array in drawn(GOLDEN[kind]["shapes"]).items():
+        for old, new in names.items():
+            name = name.replace(f"block_sparse_moe.{old}", f"block_sparse_moe.{new}")
+        arrays[name] = array
+    (tmp_path / "config.json").write_text(json.dumps(config | own))
+    save_file(arrays, tmp_path / "model.safetensors")
+    model = ejx.models.from_pretrained(tmp_path, dtype="float32")
+    same = lambda a, b: np.testing.assert_array_equal(a, b) if eqx.is_array(a) else None
+    jax.tree.map(same, model, model_of(kind))
+
+
+def test_layers_without_a_rotation():
+    ropes = lambda config: [
+        dict(layer.options).get("rope") is not None for layer in ejx.models.decoder_config(config).layers
+    ]
+    small = GOLDEN["smollm3"]["config"]
+    assert ropes(small) == [True, False, True]
+    assert ropes(
+        {k: v for k, v in small.items() if k != "no_rope_layers"} | {"no_rope_layer_interval": 3}
+    ) == [True, True, False]
+    exaone = GOLDEN["exaone4"]["config"]
+    assert ropes(exaone) == [True, False, True]
+    assert ropes(exaone | {"sliding_window": None}) == [True] * 3
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
+    extra = {
+        "model.layers.3.eh_proj.weight": np.ones((2, 2), np.float32),
+        "mtp.fc.weight": np.ones(2, np.float32),
+    }
+    with pytest.raises(ejx.CheckpointError, match=r"nothing takes its 'model\.layers\.3\.eh_proj"):
+        ejx.models.from_pretrained(folder_of("glm4", tmp_path, change=extra))
+    ejx.models.from_pretrained(folder_of("glm4", tmp_path, change=extra, num_nextn_predict_layers=1))
+
+
+def test_text_positions_of_several_axes_are_those_of_one():
+    """Also where each row begins elsewhere, and there are as many rows as axes."""
+    x = jax.random.normal(jax.random.key(0), (3, 5, 2, 8))
+    plain, axes = ejx.nn.RotaryEmbedding(8), ejx.nn.RotaryEmbedding(8, mrope_section=(1, 1, 2))
+    offset = jnp.asarray([0, 4, -2])
+    np.testing.assert_array_equal(axes(x, offset=offset), plain(x, offset=offset))
+
+
+@pytest.mark.parametrize("left", [0, 3])
+def test_chunks_are_counted_from_the_first_real_token(left):
+    """In whole rows, in segments, in a packed call and after a cache: each chunk as a call of its own."""
+    layer = ejx.nn.MultiHeadAttention(16, num_heads=2, chunk_size=4, platform="xla", key=jax.random.key(1))
+    plain = ejx.nn.MultiHeadAttention(16, num_heads=2, platform="xla", key=jax.random.key(1))
+    x = jax.random.normal(jax.random.key(0), (2, 10, 16))
+    expected = jnp.concatenate([plain(x[:, at : at + 4]) for at in (0, 4, 8)], axis=1)
+    padded = jnp.concatenate([jnp.full((2, left, 16), jnp.nan), x], axis=1)
+    real = jnp.broadcast_to(jnp.arange(left + 10) >= left, (2, left + 10))
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5)
+    close(layer(padded, padding_mask=real)[:, left:], expected)
+    _, cache = layer(padded[:, : left + 6], layer.init_cache(2, 12), padding_mask=real[:, : left + 6])
+    close(layer(x[:, 6:], cache)[0], expected[:, 6:])
+    if not left:
+        close(layer(x), expected)
+        packed = layer(x.reshape(20, 16), cu_seqlens=jnp.asarray([0, 10, 20]))
+        close(packed.reshape(2, 10, 16), expected)
+        halves = layer(x, segment_ids=jnp.asarray([[0] * 6 + [1] * 4] * 2))
+        close(halves[:, 6:8], plain(x[:, 6:8]))
+        with pytest.raises(ValueError, match="chunk_size: expected None but in a causal layer"):
+            ejx.nn.MultiHeadAttention(16, num_heads=2, chunk_size=4, causal=False, key=jax.random.key(1))
+
+
+def test_queries_grow_with_their_positions():
+    """At chosen positions, and by what is before them in a cache."""
+    options = {"num_heads": 2, "rope": ejx.nn.RotaryEmbedding(8), "key": jax.random.key(1)}
+    layer = ejx.nn.MultiHeadAttention(16, temperature=(0.5, 4, 1), **options)
+    plain, x = ejx.nn.MultiHeadAttention(16, **options), jax.random.normal(jax.random.key(0), (1, 9, 16))
+    out, _ = layer(x[:, 8:], layer(x[:, :8], layer.init_cache(1, 12))[1])
+    np.testing.assert_allclose(out, layer(x)[:, 8:], atol=1e-5)
+    # The last query is that of the plain layer, times 1 + 0.5 log(1 + 2).
+    factor = 1 + 0.5 * np.log(3)
+    scaled = eqx.tree_at(lambda m: m.q_proj.weight, plain, plain.q_proj.weight * factor)
+    np.testing.assert_allclose(layer(x)[:, 8], scaled(x)[:, 8], atol=1e-5)
+    with pytest.raises(ValueError, match="temperature: expected"):
+        ejx.nn.MultiHeadAttention(16, temperature=(0.5, 0, 1), **options)
+
+
+def test_a_head_that_is_missing_is_named(tmp_path):
+    """Also where the outer configuration alone says that it is not the embedding."""
+    kind = "qwen3_vl_text"
+    outer = {"model_type": "qwen3_vl", "text_config": GOLDEN[kind]["config"]["text_config"]}
+    with pytest.raises(ejx.CheckpointError, match=r"it has no 'lm_head\.weight'"):
+        ejx.models.from_pretrained(folder_of(kind, tmp_path, **outer, tie_word_embeddings=False))
+    assert ejx.models.from_pretrained(folder_of(kind, tmp_path)).head is None
