@@ -3,6 +3,8 @@
 python -m pytest tests/gpu/test_serving_gpu.py
 """
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,7 @@ if jax.default_backend() != "gpu":
 
 pytestmark = pytest.mark.gpu
 NEEDS = "ragged_paged_attention"
-SIZES = {"num_pages": 5, "page_size": 16, "max_batch": 4, "step_tokens": 32}
+SIZES: dict[str, Any] = {"num_pages": 5, "page_size": 16, "max_batch": 4, "step_tokens": 32}
 TOLERANCE = 0.02
 """Of the logits' standard deviation, by which the chosen token's may be below the largest: products are in TF32. Others are far below."""
 

@@ -53,6 +53,7 @@ def test_cross_attention():
     for row, length in enumerate([7, 2, 5]):
         assert_close(padded[row], _call(layer, x[row], kv_input=memory[row, :length]))
     # A mean over one token is that token.
+    assert layer.v_proj is not None
     value = memory[:, :1] @ layer.v_proj.weight.T @ layer.o_proj.weight.T
     assert_close(_call(layer, x, kv_input=memory[:, :1]), jnp.broadcast_to(value, x.shape))
     turned = MultiHeadAttention(32, num_heads=4, causal=False, rope=RotaryEmbedding(8), key=jax.random.key(0))

@@ -46,7 +46,7 @@ def product_of_codes(
     lhs = lhs_ptr + row.to(tl.int64)[:, None] * K  # [BLOCK_M, 1]
     if BLOCK_M == 1:
         unit: tl.constexpr = 16 if form.ELEMENT < UINT4 or form.COLUMNS == 16 else 32
-        z, _ = few_times_codes(
+        z, _ = few_times_codes(  # pyright: ignore[reportGeneralTypeIssues]
             lhs_ptr, lhs_ptr, codes_ptr, scales_ptr, zeros_ptr, row, n, K, form, unit, False, False, 1, BLOCK_N, BLOCK_K, None,
             FAST)  # fmt: skip
     elif TRANSPOSED:
