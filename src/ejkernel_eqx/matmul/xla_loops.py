@@ -178,6 +178,6 @@ def _taken(x: Array, index: Array | None, at: Array, block: int) -> Array:
     return jnp.take(x, lax.dynamic_slice_in_dim(index, at, block), axis=0, mode="clip")
 
 
-def _dot(a: Array, b: Array, over: Any, operand: str) -> Array:
+def _dot(a: Array, b: Any, over: Any, operand: str) -> Array:
     a, b, wide = a.astype(operand), b.astype(operand), accumulator(jnp.dtype(operand))
     return lax.dot_general(a, b, (over, ((), ())), precision="highest", preferred_element_type=wide)

@@ -73,7 +73,7 @@ class MatmulArrays(NamedTuple):
     factor_2: Array | None = None
 
     @property
-    def rights(self) -> list[Array]:
+    def rights(self) -> list[Any]:
         """The right sides as they are stored, in floats or codes."""
         floats, codes = (self.right, self.right_1, self.right_2), (self.codes, self.codes_1, self.codes_2)
         return [x for x in (floats if self.codes is None else codes) if x is not None]

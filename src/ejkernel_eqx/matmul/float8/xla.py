@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ...core.arguments import accumulator
 from ...core.platforms import Plain
 from .. import xla as grouped
 from ..xla_products import Form, rows
@@ -22,8 +23,10 @@ def apply(arrays: ScaledArrays, spec: ScaledSpec) -> dict[str, Array]:
         return {"out": out.reshape(*out.shape[:-1], *weight.shape[-3:-1])}
     mapped = tuple(range(weight.ndim - 3))
     axes = (((x.ndim - 1,), (weight.ndim - 1,)), (mapped, mapped))
-    # In the dtype of the result, so that the gradient multiplies in it, too; sums are in float32.
-    return {"out": lax.dot_general(x, weight, axes, preferred_element_type=jnp.dtype(spec.out_dtype))}
+    # In the dtype of the rows if the result has it, so that the gradient multiplies in it, too; sums are in float32.
+    out = jnp.dtype(spec.out_dtype)
+    wide = out if out == x.dtype else accumulator(x.dtype)
+    return {"out": lax.dot_general(x, weight, axes, preferred_element_type=wide).astype(out)}
 
 
 platform = Plain(apply)
