@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.matmul.dense.spec import word_of
+from ejkernel_eqx.quantised.format import word_of
 from tests.agreement import assert_agrees
 from tests.attention.dense import normal
 from tests.gpu.host import candidates, example_problem, on_host

@@ -12,6 +12,7 @@ import pytest
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx.dispatch import device_facts, kernel_registry
+from ejkernel_eqx.quantised.format import word_of
 from tests.gpu.host import candidates, example_problem
 from tests.matmul.cases import Case, CASES, exact, make, results
 from tests.matmul.test_quantised import agree, FORMS, quantised
@@ -103,9 +104,7 @@ def test_every_candidate_of_every_format(name, sizes):
     small = dict(M=case.M, K=case.K, N=case.N, E=len(sizes))
     flags = dict(gated="pair", activation="silu", bias=True, transpose_rhs=True, quantised="int8")
     problem, form = example_problem("grouped_matmul", small, "bfloat16", flags), FORMS[name]
-    known = dict(problem.flags) | {
-        "format": (form.element, *form.block, form.scale, form.zeros, form.scale == "float8_e4m3fn")
-    }
+    known = dict(problem.flags) | {"format": word_of(form), "factor": form.scale == "float8_e4m3fn"}
     problem = dataclasses.replace(
         problem,
         flags=tuple(sorted(known.items())),

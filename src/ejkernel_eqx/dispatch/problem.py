@@ -11,7 +11,7 @@ REPRESENTATIVE = 4096
 """Stands for a symbolic size when a function is exported: configurations are chosen as for this size."""
 
 Number = int | float | None
-Flag = bool | Number | str | tuple[Number | str, ...]
+Flag = bool | Number | str | tuple[Number, ...]
 
 
 @dataclasses.dataclass(frozen=True)

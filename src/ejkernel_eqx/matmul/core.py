@@ -4,6 +4,7 @@ from typing import Any
 
 from ..core import Kind
 from ..dispatch import Problem
+from ..quantised.format import word_of
 from . import reference
 from .spec import axes_of, GroupedArrays, GroupedSpec, is_partial, LEARNED, RESULTS, SHARED, sizes_of
 
@@ -17,7 +18,7 @@ def problem_of(operation: str, arrays: GroupedArrays, spec: GroupedSpec) -> Prob
         gate = {"limit": spec.limit is not None, "up_shift": spec.up_shift != 0.0}
     form, right = spec.form, arrays.right.dtype
     if form is not None:
-        gate["format"] = (form.element, *form.block, form.scale, form.zeros, arrays.factor is not None)
+        gate |= {"format": word_of(form), "factor": arrays.factor is not None}
         right = form.element
     return Problem.make(
         operation,

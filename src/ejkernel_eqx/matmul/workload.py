@@ -12,8 +12,7 @@ from ..core.letters import wide_dtype
 from ..core.words import read_flags, read_sizes, SWITCH
 from ..core.workload import Inputs, random_cotangents, workload_of
 from ..dispatch import Implementation, Problem, Workload
-from ..quantised import QuantFormat
-from ..quantised.format import SCALES
+from ..quantised.format import form_of, SCALES, word_of
 from ..quantised.numbers import bits_of
 from ..quantised.quantise import format_for, KINDS
 from .core import GROUPED, problem_of
@@ -34,7 +33,7 @@ def workload(implementation: Implementation, problem: Problem) -> Workload:
 
 def spec_of(problem: Problem) -> GroupedSpec:
     activation, gated = problem.flag("activation"), problem.flag("gated")
-    stored: Any = problem.flag("format")
+    word = problem.flag("format")
     return GroupedSpec(
         problem.dtype("out"),
         None if activation is None else str(activation),
@@ -42,7 +41,7 @@ def spec_of(problem: Problem) -> GroupedSpec:
         bool(problem.flag("transpose_rhs")),
         limit=LIMIT if problem.flag("limit") else None,
         up_shift=UP_SHIFT if problem.flag("up_shift") else 0.0,
-        form=QuantFormat(stored[0], tuple(stored[1:3]), *stored[3:5]) if stored else None,
+        form=form_of(str(word)) if word else None,
     )
 
 
@@ -108,14 +107,14 @@ def _shapes(problem: Problem, spec: GroupedSpec) -> dict[str, Any]:
     size.setdefault("L", size["M"])
     dtype, right = problem.dtype("lhs"), problem.dtype("rhs")
     is_stored, wide = right in STORED_DTYPES, wide_dtype(dtype)
-    stored: Any = problem.flag("format")
     if spec.form is not None:
         (size["R"], size["S"]), size["C"] = (
             spec.form.blocks(size["W"], size["K"]),
             size["K"] * spec.form.bits // 8,
         )
-        side = {"codes": "uint8", "scales": f"uint{SCALES[stored[3]]}"}
-        side |= ({"zeros": "uint8"} if stored[4] else {}) | ({"factor": "float32"} if stored[5] else {})
+        side = {"codes": "uint8", "scales": f"uint{SCALES[spec.form.scale]}"}
+        side |= {"zeros": "uint8"} if spec.form.zeros else {}
+        side |= {"factor": "float32"} if problem.flag("factor") else {}
     else:
         side = {"stored": right, "scale": "float32"} if is_stored else {"rhs": right}
     side |= {"bias": wide} if problem.flag("bias") else {}
@@ -166,7 +165,7 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
             )
         form = format_for(kind, size["K"], None)
         right = form.element
-        given["format"] = (right, *form.block, form.scale, form.zeros, kind == "nvfp4")
+        given |= {"format": word_of(form), "factor": kind == "nvfp4"}
     problem = Problem.make(
         operation,
         dims={name: size[name] for name in ("BMLKNE" if options["gathered"] else "BMKNE")},

@@ -37,16 +37,18 @@ def with_window(window: Array | None, mask: AnyArray | Mask | None) -> AnyArray 
     """The mask of a call combined with the window; a negative window hides nothing."""
     if window is None:
         return mask
-    near = Mask.sliding_window(jnp.where(window < 0, FAR, window - 1), 0)
-    if mask is None:
-        return near
-    return near & (mask if isinstance(mask, Mask) else Mask.from_dense(mask))
+    return _both(Mask.sliding_window(jnp.where(window < 0, FAR, window - 1), 0), mask)
 
 
 def with_chunks(size: int, mask: AnyArray | Mask | None) -> Mask:
     """The mask of a call combined with chunks."""
-    chunks = Mask.chunked(size)
-    return chunks if mask is None else chunks & (mask if isinstance(mask, Mask) else Mask.from_dense(mask))
+    return _both(Mask.chunked(size), mask)
+
+
+def _both(of_layer: Mask, mask: AnyArray | Mask | None) -> Mask:
+    if mask is None:
+        return of_layer
+    return of_layer & (mask if isinstance(mask, Mask) else Mask.from_dense(mask))
 
 
 def check_scalar(window: Array | None) -> None:

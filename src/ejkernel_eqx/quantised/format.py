@@ -68,3 +68,16 @@ class QuantFormat:
         return (
             f"{self.element} with {'zero points and ' * self.zeros}a {self.scale} scale per {rows}x{columns}"
         )
+
+
+def word_of(form: QuantFormat) -> str:
+    """A format as a word of a problem, such as `uint4-1x128-bfloat16-zeros`."""
+    rows, columns = form.block
+    return f"{form.element}-{rows}x{columns}-{form.scale}{'-zeros' * form.zeros}"
+
+
+def form_of(word: str) -> QuantFormat:
+    """The inverse of `word_of`."""
+    element, block, scale, *zeros = word.split("-")
+    rows, columns = map(int, block.split("x"))
+    return QuantFormat(element, (rows, columns), scale, bool(zeros))

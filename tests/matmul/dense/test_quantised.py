@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 import ejkernel_eqx as ejx
 from ejkernel_eqx.launch import compile_ahead, TARGETS
 from ejkernel_eqx.matmul.dense.core import KINDS
-from ejkernel_eqx.matmul.dense.spec import form_of, word_of
 from ejkernel_eqx.matmul.dense.triton import compiled
 from ejkernel_eqx.matmul.dense.triton.compiled import RowsTile, TritonConfig
 from ejkernel_eqx.matmul.dense.workload import example_problem, make_inputs, spec_of
+from ejkernel_eqx.quantised.format import form_of, word_of
 from tests.agreement import platforms
 from tests.attention.dense import INTERPRET, normal, quick
 from tests.compiled import DEVICES, launches_of

@@ -4,8 +4,9 @@ from typing import Any
 
 from ...core import Kind
 from ...dispatch import Problem
+from ...quantised.format import word_of
 from . import reference
-from .spec import axes_of, is_partial, LEARNED, MatmulArrays, MatmulSpec, RESULTS, SHARED, sizes_of, word_of
+from .spec import axes_of, is_partial, LEARNED, MatmulArrays, MatmulSpec, RESULTS, SHARED, sizes_of
 
 
 def problem_of(operation: str, arrays: MatmulArrays, spec: MatmulSpec) -> Problem:

@@ -96,19 +96,6 @@ def is_partial(arrays: MatmulArrays, spec: MatmulSpec) -> bool:
     return not spec.gated and all(x is None for x in others)
 
 
-def word_of(form: QuantFormat) -> str:
-    """A format as a word of a problem, such as `uint4-1x128-bfloat16-zeros`."""
-    rows, columns = form.block
-    return f"{form.element}-{rows}x{columns}-{form.scale}{'-zeros' * form.zeros}"
-
-
-def form_of(word: str) -> QuantFormat:
-    """The inverse of `word_of`."""
-    element, block, scale, *zeros = word.split("-")
-    rows, columns = map(int, block.split("x"))
-    return QuantFormat(element, (rows, columns), scale, bool(zeros))
-
-
 def letters_of(spec: MatmulSpec, partial: bool) -> Letters:
     """The letters of a call's arrays. A mesh splits axes whose letters begin with `b`: rows, and rows of the right sides."""
     inner = "bK" if partial else "K"

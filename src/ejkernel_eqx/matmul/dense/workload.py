@@ -13,7 +13,7 @@ from ...core.words import read_flags, read_sizes, SWITCH
 from ...core.workload import Inputs, random_cotangents, workload_of
 from ...dispatch import Implementation, Problem, Workload
 from ...quantised import QuantFormat
-from ...quantised.format import LARGEST, SCALES
+from ...quantised.format import form_of, LARGEST, SCALES, word_of
 from ...quantised.numbers import bits_of
 from ...quantised.quantise import format_for
 from ...quantised.quantise import KINDS as KINDS_OF_CODES
@@ -23,13 +23,11 @@ from .spec import (
     BIASES,
     CODED,
     columns_of,
-    form_of,
     letters_of,
     MatmulArrays,
     MatmulSpec,
     RIGHTS,
     SHARED,
-    word_of,
 )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from ...dispatch import DeviceFacts, Problem
 from ...launch.fields import Block, check_fields, Count, Power, Programs, Warps
 from ...launch.sizes import cdiv, padded, shared_memory_of
-from ...quantised.format import BITS
+from ...quantised.format import BITS, form_of
 from ..spec import HALVES, INTERLEAVED, PAIR
 
 Sizes = tuple[Any, ...]
@@ -86,10 +86,11 @@ def _one_row(problem: Problem) -> list[GroupedTile]:
 
 def blocks_unfit(problem: Problem) -> str | None:
     """The reason why kernels cannot read quantised right sides."""
-    form: Any = problem.flag("format")
-    if not form:
+    word = problem.flag("format")
+    if not word:
         return None
-    columns, each = form[2], 32 // BITS[form[0]]
+    form = form_of(str(word))
+    columns, each = form.block[1], 32 // form.bits
     if columns & (columns - 1):
         return f"takes blocks of a power of two of columns, not {columns}"
     if problem.dim("K") % each or columns % each:
@@ -99,14 +100,16 @@ def blocks_unfit(problem: Problem) -> str | None:
 
 def narrow_unfit(kernel: str, tile: GroupedTile, problem: Problem) -> str | None:
     """The reason why a tile cannot be narrower than those of tensor cores; `None` if it can, or is not."""
-    form: Any = problem.flag("format")
+    word = problem.flag("format")
     if min(tile.block_m, tile.block_n) >= 16:
         return None
-    if kernel != "forward" or tile.block_m != 1 or not form:
+    if kernel != "forward" or tile.block_m != 1 or not word:
         return "has sides from 16 on, but for one row of the forward with a quantised right side"
-    run = 32 if BITS[form[0]] == 4 and form[2] != 16 else 16
-    if problem.dim("K") % run or form[2] % run:
-        return f"multiplies one row by runs of {run} columns, not K = {problem.dim('K')} in blocks of {form[2] or 'all'}"
+    form = form_of(str(word))
+    columns = form.block[1]
+    run = 32 if form.bits == 4 and columns != 16 else 16
+    if problem.dim("K") % run or columns % run:
+        return f"multiplies one row by runs of {run} columns, not K = {problem.dim('K')} in blocks of {columns or 'all'}"
     return None
 
 

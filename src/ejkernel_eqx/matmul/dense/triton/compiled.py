@@ -13,10 +13,10 @@ from ....launch.fields import check_fields, Float32Dot
 from ....launch.sizes import too_large
 from ....normalization.spec import NormArrays, NormSpec
 from ....normalization.triton import compiled as norms
-from ....quantised.format import BITS, SCALES
+from ....quantised.format import BITS, form_of, SCALES
 from ...triton.call import ACTIVATIONS, OPERANDS
 from .. import xla
-from ..spec import BIASES, CODED, form_of, MatmulArrays, MatmulSpec, RESULTS, RIGHTS
+from ..spec import BIASES, CODED, MatmulArrays, MatmulSpec, RESULTS, RIGHTS
 from . import kernel
 from .tile_sizes import programs_of, shared_memory, tiles, unit_of
 from .tile_sizes import RowsTile as RowsTile

@@ -8,7 +8,8 @@ from ....dispatch import DeviceFacts, Problem
 from ....launch.fields import check_fields, Count, Power, Warps
 from ....launch.sizes import cdiv, numbers_of, padded, shared_memory_of
 from ....quantised import QuantFormat
-from ..spec import columns_of, FEW_ROWS, form_of
+from ....quantised.format import form_of
+from ..spec import columns_of, FEW_ROWS
 
 
 @dataclasses.dataclass(frozen=True)
