@@ -58,7 +58,9 @@ def project_parts(
     """
     features, ends = groups * sum(widths), [*itertools.accumulate(widths)][:-1]
     weight: Any = getattr(layer, "weight", None)
-    plain = type(layer) is eqx.nn.Linear and not in_float8(x, weight)
+    plain = type(layer) is eqx.nn.Linear and not (
+        isinstance(weight, QuantizedWeight) and in_float8(x, weight)
+    )
     if plain and _more_tokens(x, features) and mesh_of((x, weight)) is None:
         check_linear(name, layer, x, features)
         apart = lambda a: _parts_of(a, ends, groups, 0)
@@ -74,7 +76,7 @@ def project_together(layers: Mapping[str, Any], x: Array, widths: Sequence[int])
     those of `equinox.nn.Linear`s without biases are one product."""
     plain = all(type(layer) is eqx.nn.Linear and layer.bias is None for layer in layers.values())
     weights = [layer.weight for layer in layers.values()] if plain else []
-    plain = plain and not any(in_float8(x, w) for w in weights)
+    plain = plain and not any(isinstance(w, QuantizedWeight) and in_float8(x, w) for w in weights)
     if plain and _more_tokens(x, sum(widths)) and mesh_of((x, weights)) is None:
         for (name, layer), width in zip(layers.items(), widths, strict=True):
             check_linear(name, layer, x, width)
@@ -128,10 +130,9 @@ def are_few(x: Array) -> bool:
     return not is_symbolic(count) and count <= FEW_ROWS
 
 
-def in_float8(x: Array, weight: Any) -> bool:
-    """Returns whether a weight multiplies these rows in float8: many rows, on no explicit mesh, and a quantised weight that asks for it."""
-    asks = is_quantised(weight) and weight.float8_rows
-    return asks and not are_few(x) and mesh_of((x, weight)) is None
+def in_float8(x: Array, weight: QuantizedWeight) -> bool:
+    """Returns whether a weight multiplies these rows in float8: many rows, on no explicit mesh, and a weight that asks for it."""
+    return weight.float8_rows and not are_few(x) and mesh_of((x, weight)) is None
 
 
 def are_multiplied(x: Array, weights: Sequence[Any]) -> bool:
@@ -163,7 +164,7 @@ def product(x: Array, weight: Array | QuantizedWeight, bias: Array | None = None
         and mesh_of((x, weight)) is None
     ):
         return matmul(x, in_dtype(weight, x.dtype), biases=(bias,))
-    if dtype is None and in_float8(x, weight):
+    if isinstance(weight, QuantizedWeight) and dtype is None and in_float8(x, weight):
         return _product(None, None, x, weight, bias)
     operands = [a.astype(x.dtype) for a in (x, weight, bias) if a is not None]
     mesh = mesh_of(operands)
