@@ -35,11 +35,12 @@ class Mask(Module):
     both have the same, non-negative segment id; both lie within their row's lengths; both belong to the
     same sequence of `cu_seqlens`; `dense` is true; a function, a map of blocks or a mask made with `|` or `~` says so.
 
-    Masks are immutable, usable inside `jit`, and combine with `&` (both), `|` (either) and `~` (not). Kernels skip whole tiles that
-    windows, ranges, segments, functions and maps of blocks hide. A union or complement of masks that hold arrays is a dense mask, except for
-    arrays that both parts of a union share: `(segments & a) | (segments & b)` is `segments & (a | b)`.
-    Window and chunk sizes may also be arrays, traced or one per batch row, for example to scan over layers with local and global windows;
-    they become a range of keys for each query. Build masks with the class methods and combine them:
+    Masks are immutable, usable inside `jit`, and combine with `&` (both), `|` (either) and `~` (not). Kernels skip
+    whole tiles that windows, ranges, segments, functions and maps of blocks hide. A union or complement of masks that
+    hold arrays is a dense mask. Arrays that both parts of a union share are an exception: `(segments & a) | (segments &
+    b)` is `segments & (a | b)`. Window and chunk sizes may also be arrays, traced or one per batch row. So a scan can
+    run over layers with local and global windows. Such a size becomes a range of keys for each query. Build masks with
+    the class methods and combine them:
 
     ```python
     mask = ejx.Mask.causal() & ejx.Mask.from_segments(ids)
@@ -153,11 +154,11 @@ class Mask(Module):
     def from_function(cls, f: Callable[[Any, Any, Any], Any]) -> "Mask":
         """The pairs for which `f(head, query, key)` is true, as flex attention's `mask_mod`.
 
-        `f` is traced by JAX with three int32 scalars and returns one boolean; use `&`, `|`, `~` and `jnp.where` in it. `query` is the
-        query's position among the keys, so that `lambda h, q, k: k <= q` is a causal mask. Arrays that it closes over are compiled in; if
-        one is traced, the mask becomes dense. Kernels look at bounds of `f` over each tile first, and only at tiles that these leave open
-        pair by pair; each distinct partly visible tile is stored once, as bits. `f` is compared by identity: define it once, not in
-        every step. Source: He et al., *FlexAttention* (2024).
+        `f` is traced by JAX with three int32 scalars and returns one boolean; use `&`, `|`, `~` and `jnp.where` in it.
+        `query` is the query's position among the keys, so that `lambda h, q, k: k <= q` is a causal mask. Arrays that
+        it closes over are compiled in; if one is traced, the mask becomes dense. Bounds of `f` over each tile decide
+        most tiles. Only the others are evaluated pair by pair. Each distinct partly visible tile is stored once, as
+        bits. `f` is compared by identity: define it once, not in every step. Source: He et al., *FlexAttention* (2024).
         """
         if not callable(f):
             raise ValueError(f"f: expected a function of (head, query, key), received {type(f).__name__}.")
@@ -190,8 +191,9 @@ class Mask(Module):
     def from_blocks(cls, block_map: Any, block_size: int | tuple[int, int]) -> "Mask":
         """Blocks of `block_size` queries by keys (an int: as many of each) are visible as a whole or not at all.
 
-        `block_map`: booleans broadcastable to `[..., H, ceil(T / queries), ceil(S / keys)]`. A numpy array of up to three axes is compiled
-        in, and its lists of tiles are built once; a JAX array is data, from which lists are built on the device in every call.
+        `block_map`: booleans broadcastable to `[..., H, ceil(T / queries), ceil(S / keys)]`. A numpy array of up to
+        three axes is compiled in, and its lists of tiles are built once. A JAX array is data, and the device builds
+        lists from it in every call.
         """
         size = block_pair(block_size)
         if not isinstance(block_map, Array):
@@ -303,9 +305,9 @@ class Mask(Module):
         mask = jax.device_put(mask, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
         ```
 
-        Broadcast axes of size one stay whole, as do `cu_seqlens`, which have none of these axes. Under `jit` a split mask keeps
-        its meaning. Inside `shard_map` each device has only its part, while positions, lengths and offsets still count from the
-        beginning of the row: if `queries` or `keys` are split, pass each device its own `q_offset`.
+        Broadcast axes of size one stay whole, as do `cu_seqlens`, which have none of these axes. Under `jit` a split
+        mask keeps its meaning. Inside `shard_map` each device has only its part. Positions, lengths and offsets still
+        count from the beginning of the row. If `queries` or `keys` are split, pass each device its own `q_offset`.
 
         **Arguments:** each is a mesh axis, a tuple of mesh axes or `None` (whole). With several leading axes, `batch` is a
         `PartitionSpec`.
