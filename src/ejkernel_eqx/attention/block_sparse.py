@@ -138,9 +138,9 @@ class BlockSparseAttention(Kernel):
 
         **Returns:**
 
-        `[..., T, H, V]` in the dtype of `q`; with `return_lse` also `[..., T, H]` in float32: the natural logarithm, including sinks,
-        and `-inf` for a query that sees no key, whose output is 0. Raises `ValueError` for invalid arguments, and `UnsupportedError` if no
-        platform, or not the requested one, supports the call.
+        `[..., T, H, V]` in the dtype of `q`. With `return_lse` also `[..., T, H]` in float32. It is the natural
+        logarithm, including sinks. A query that sees no key has output 0 and logarithm `-inf`. Raises `ValueError` for
+        invalid arguments, and `UnsupportedError` if no platform, or not the requested one, supports the call.
         """
         own = self.mask
         if block_map is not None:

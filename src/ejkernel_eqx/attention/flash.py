@@ -139,9 +139,9 @@ class FlashAttention(Kernel):
 
         **Returns:**
 
-        `[..., T, H, V]` in the dtype of `q`; with `return_lse` also `[..., T, H]` in float32: the natural logarithm, including sinks,
-        and `-inf` for a query that sees no key. Raises `ValueError` for invalid arguments, and `UnsupportedError` if no
-        platform, or not the requested one, supports the call.
+        `[..., T, H, V]` in the dtype of `q`. With `return_lse` also `[..., T, H]` in float32. It is the natural
+        logarithm, including sinks, and `-inf` for a query that sees no key. Raises `ValueError` for invalid arguments,
+        and `UnsupportedError` if no platform, or not the requested one, supports the call.
         """
         own = Mask(is_causal=self.causal, window=self.window)
         masking = MaskInputs(

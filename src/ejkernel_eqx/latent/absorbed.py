@@ -171,9 +171,10 @@ class AbsorbedLatentAttention(Kernel):
 
         **Returns:**
 
-        `[..., T, H, V]` (`[..., T, H, R]` without `w_uv`) in the dtype of `q`; with `return_lse` also `[..., T, H]` in float32: the natural
-        logarithm, including sinks, and `-inf` for a query that sees no key. Raises `ValueError` for invalid arguments, and
-        `UnsupportedError` if no platform, or not the requested one, supports the call.
+        `[..., T, H, V]` (`[..., T, H, R]` without `w_uv`) in the dtype of `q`. With `return_lse` also `[..., T, H]` in
+        float32. It is the natural logarithm, including sinks, and `-inf` for a query that sees no key. Raises
+        `ValueError` for invalid arguments, and `UnsupportedError` if no platform, or not the requested one, supports
+        the call.
         """
         q = array("q", q, "T H D")
         rows = {"q_starts": q_starts, "q_lengths": q_lengths, "kv_lengths": kv_lengths}

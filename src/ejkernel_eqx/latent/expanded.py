@@ -146,9 +146,9 @@ class MultiHeadLatentAttention(Kernel):
 
         **Returns:**
 
-        `[..., T, H, V]` in the dtype of `q`; with `return_lse` also `[..., T, H]` in float32: the natural logarithm, including sinks,
-        and `-inf` for a query that sees no key. Raises `ValueError` for invalid arguments, and `UnsupportedError` if no
-        platform, or not the requested one, supports the call.
+        `[..., T, H, V]` in the dtype of `q`. With `return_lse` also `[..., T, H]` in float32. It is the natural
+        logarithm, including sinks, and `-inf` for a query that sees no key. Raises `ValueError` for invalid arguments,
+        and `UnsupportedError` if no platform, or not the requested one, supports the call.
         """
         inputs = read_expanded(q, k, k_rope, v)
         # The module's own options are one more condition beside what the call hides.

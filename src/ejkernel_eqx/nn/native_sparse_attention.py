@@ -109,8 +109,8 @@ class NativeSparseAttention(PagedLayer[PagedSparseCache]):
         - `num_kv_heads`: number of key and value heads `K`, a divisor of `H`; default `H`. Chosen blocks are shared by the queries of a group,
             which makes groups of 16 fast (the paper has 64 and 4).
         - `head_dim`: features `D` of a head; default `embed_dim // num_heads`.
-        - `block_size`, `num_blocks`, `sliding_window`: tokens of a block of the selected branch, blocks that each query chooses, its own and the
-            first included, and keys of the sliding branch.
+        - `block_size`, `num_blocks`, `sliding_window`: the tokens of a block of the selected branch, the blocks that
+            each query chooses (including its own and the first), and the keys of the sliding branch.
         - `compression_size`, `compression_stride`: tokens $l$ of a compressed key, and $d$ between the first tokens of two. The stride divides both
             it and `block_size`.
         - `compression`: how the $l$ keys (and values) of each head become one: `"mlp"`: two products with a ReLU between; `"linear"`: one

@@ -29,11 +29,17 @@ class Mask(Module):
     r"""A set of visible (query, key) pairs: the intersection of all given conditions.
 
     Query $i$ is at position $p_i = \text{offset} + i$ among the keys. Key $j$ is visible to it iff all given conditions
-    hold: $j \le p_i$ (causal); $p_i - \text{left} \le j \le p_i + \text{right}$ (window);
-    $\lfloor j / c \rfloor = \lfloor p_i / c \rfloor$ (chunked); $j \le p_i$ or $j < \text{prefix}$ (prefix);
-    $j \le p_i$ or both have the same non-zero type (token types);
-    both have the same, non-negative segment id; both lie within their row's lengths; both belong to the
-    same sequence of `cu_seqlens`; `dense` is true; a function, a map of blocks or a mask made with `|` or `~` says so.
+    hold:
+
+    - causal: $j \le p_i$
+    - window: $p_i - \text{left} \le j \le p_i + \text{right}$
+    - chunked: $\lfloor j / c \rfloor = \lfloor p_i / c \rfloor$
+    - prefix: $j \le p_i$ or $j < \text{prefix}$
+    - token types: $j \le p_i$, or both have the same non-zero type
+    - segments: both have the same, non-negative id
+    - lengths: both lie within their row's lengths
+    - `cu_seqlens`: both belong to the same sequence
+    - dense, a function, a map of blocks, a mask made with `|` or `~`: it is true there
 
     Masks are immutable, usable inside `jit`, and combine with `&` (both), `|` (either) and `~` (not). Kernels skip
     whole tiles that windows, ranges, segments, functions and maps of blocks hide. A union or complement of masks that

@@ -110,8 +110,9 @@ class MixtureOfExperts(Published):
         - `group_score`: what groups are ranked by: `"top2"`, the sum of their two best experts, or `"max"`, the best one.
         - `scale_inputs`: whether the input of an expert is multiplied by the weight of the token, not its output. With `top_k=1`.
         - `use_router_bias`: whether the logits have a bias.
-        - `use_correction_bias`: whether experts are ranked with a bias added to their scores, `gate.e_score_correction_bias`, that is not in
-            their weights and that no gradient reaches; [`update_correction_bias`][ejkernel_eqx.nn.update_correction_bias] balances experts by it.
+        - `use_correction_bias`: whether experts are ranked with a bias, `gate.e_score_correction_bias`, added to their
+            scores. It does not enter their weights, and no gradient reaches it.
+            [`update_correction_bias`][ejkernel_eqx.nn.update_correction_bias] balances experts by it.
         - `activation`: $f$, as in [`ejkernel_eqx.models.MLPConfig`][], also of the shared expert.
         - `use_bias`: whether the projections of experts have biases.
         - `shared_dim`: features inside an expert that all tokens go to, $S$; `None` for none. Published models with several shared experts have one
