@@ -143,7 +143,7 @@ class LinearAttention(Recurrence):
         q, k, v = frame.qkv(q, k, v)
         if self.normalize and kind != NONE:
             raise ValueError(
-                "normalize: expected no decay with normalize=True, received one; drop either, as decayed weights have no meaningful sum."
+                "normalize: expected no decay with normalize=True, received one; the sum of decayed weights normalises nothing, so drop either."
             )
         if self.normalize and frame.dtype == jnp.float16:
             # Sums over thousands of tokens exceed the largest float16 before the division.

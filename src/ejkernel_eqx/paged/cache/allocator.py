@@ -299,9 +299,9 @@ class PageTable:
         least = self._least(own)
         if not least <= count <= own.length:
             raise ValueError(
-                f"{name}: expected {least} to {own.length} tokens of sequence {sequence!r}, received {count}; with fewer, the next token would "
-                f"see some of the {own.freed * self.page_size} freed keys (free fewer, based on the length to keep, or pass the window to "
-                "the PageTable), and more were never allocated."
+                f"{name}: expected {least} to {own.length} tokens of sequence {sequence!r}, received {count}. With fewer, the next token would "
+                f"see some of the {own.freed * self.page_size} freed keys; more were never allocated. Free fewer pages, based on the length "
+                "to keep, or pass the window to the PageTable."
             )
 
     def _least(self, own: _Sequence) -> int:

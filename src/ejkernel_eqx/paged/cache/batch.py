@@ -261,8 +261,8 @@ def _check_written(rows: list[np.ndarray], queries: np.ndarray, totals: np.ndarr
     hit, times = np.unique(pages[(pages >= 0) & np.isin(pages, targets)], return_counts=True)
     if np.any(times > 1):
         raise ValueError(
-            f"page_table: expected a page of its own wherever a sequence has new tokens, received page {int(hit[times > 1][0])} "
-            f"{int(times.max())} times; copy a page before one of the sequences that share it writes to it (PageTable.allocate tells which)."
+            f"page_table: expected a page of its own for the new tokens of each sequence, received page {int(hit[times > 1][0])} "
+            f"{int(times.max())} times; copy a shared page before a sequence writes to it (PageTable.allocate tells which)."
         )
 
 
