@@ -63,9 +63,9 @@ def tune(
     (`jax.process_count() > 1`) every process must make this call. Process 0 tunes, all receive its table, and all
     verify that they will run the same configurations.
 
-    Raises `TuningError` under the policy `"heuristic"`, inside `jit` or another staged transformation, if no configuration of a kernel
-    passes its check, or if another process fails; and `ValueError` for a `model` that is not callable, without `call`. Exceptions of the
-    call itself propagate.
+    Raises `TuningError` under the policy `"heuristic"`, inside `jit` or another staged transformation, if no
+    configuration of a kernel passes its check, or if another process fails. Raises `ValueError` for a `model` that is
+    not callable, without `call`. Exceptions of the call itself propagate.
     """
     with taking_part("ejx.tune") as together:
         function = _call_of(model, call)

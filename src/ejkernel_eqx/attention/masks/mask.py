@@ -109,10 +109,10 @@ class Mask(Module):
     def token_types(cls, type_ids: Any, kv_type_ids: Any | None = None, *, runs: bool = False) -> "Mask":
         """Causal, but tokens of the same non-zero type, `[..., T]` and `[..., S]`, also see each other ahead (images in text).
 
-        Type 0 is causal only. Any other id is a type, including negative ones: mask padding with `& Mask.from_segments(...)`.
-        With `runs`, a query sees ahead only while every key in between has its type, as in Gemma 3, where two separate images
-        do not see each other ahead. That is a range of keys and costs no more than a causal mask. Without `runs`, a type may
-        recur later, which requires a dense mask.
+        Type 0 is causal only. Any other id is a type, including negative ones: mask padding with `&
+        Mask.from_segments(...)`. With `runs`, a query sees ahead only while every key in between has its type. So a
+        separate, later image is not seen, as in Gemma 3. That is a range of keys and costs no more than a causal mask.
+        Without `runs`, a type may recur later, which requires a dense mask.
         """
         q_ids = jnp.asarray(type_ids)
         kv_ids = q_ids if kv_type_ids is None else jnp.asarray(kv_type_ids)
@@ -189,8 +189,8 @@ class Mask(Module):
 
     @classmethod
     def global_tokens(cls, count: int) -> "Mask":
-        """The first `count` tokens see all keys and are seen by all queries; combine it with others by `|`
-        (Longformer; Zaheer et al., *Big Bird*, 2020)."""
+        """The first `count` tokens see all keys, and all queries see them. Combine it with others by `|` (Longformer;
+        Zaheer et al., *Big Bird*, 2020)."""
         return cls(functions=(Global(whole_number("count", count, 0)),))
 
     @classmethod

@@ -75,8 +75,8 @@ class RingAttention(Kernel):
 
         - `axis_name`: the mesh axis that the tokens are split over.
         - `causal`, `sliding_window`, `logits_soft_cap`, `softmax_scale`, `dropout_rate`: as in `FlashAttention`.
-        - `order`: `"contiguous"`: device $i$ of $n$ has the $i$-th part of the tokens; `"zigzag"`: of $2n$ parts, those numbered $i$ and
-            $2n - 1 - i$.
+        - `order`: with `"contiguous"`, device $i$ of $n$ has the $i$-th part of the tokens. With `"zigzag"` it has
+            parts $i$ and $2n - 1 - i$ of $2n$.
         - `method`: `"ring"`, `"all_to_all"`, or `None` to choose by shapes. All-to-all needs query heads that the devices divide, and key heads
             that divide or are divided by their number.
         - `deterministic`, `platform`, `config`: as in `FlashAttention`.
