@@ -40,13 +40,15 @@ _LOG = logging.getLogger("ejkernel_eqx")
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Plan:
-    """The decisions made when a module was built: an ordered list of platforms and their known configurations, for every kind of device
-    in the process (`snapshot`: the default device at that time; `elsewhere`: the others).
+    """The decisions made when a module was built: an ordered list of platforms and their known configurations. It has
+    them for every kind of device in the process. `snapshot` is of the default device at that time, `elsewhere` of the
+    others.
 
-    Plans are hashable and static. Two plans are equal if their requests and the tuning results pinned for them are equal; tables and
-    the device are not compared, so that modules built before and after tuning, or under another default device, can be stacked, and
-    optimiser states still match. For equal plans JAX reuses the program compiled first. A plan that replaces one that would choose
-    differently therefore gets another `edition`, a digest of everything it knows.
+    Plans are hashable and static. Two plans are equal if their requests and the tuning results pinned for them are
+    equal. Tables and the device are not compared. So modules that were built before and after tuning, or under another
+    default device, can be stacked. Optimiser states still match. For equal plans JAX reuses the program compiled first.
+    A plan that replaces one that would choose differently therefore gets another `edition`, a digest of everything it
+    knows.
 
     While a call is traced, `select` chooses as a pure function of the plan, the target device, and the local problem.
     """
@@ -220,9 +222,9 @@ def make_plan(operation: str, *, platform: "str | Platform | None" = None, confi
 class Kernel(Module):
     """Base class of every operation: an `eqx.Module` whose static `plan` holds the choice of platform and configuration.
 
-    A subclass is final, names its `operation`, creates its `plan` in `__init__` (`make_plan`) and passes it to its family's call, which
-    calls `plan.select(problem)` and computes within the scope of the choice (`dispatch.labels.kernel_scope`), where `explain` and `tune`
-    find it.
+    A subclass is final. It names its `operation`, and creates its `plan` in `__init__` by `make_plan`. It passes the
+    plan to its family's call. That call asks `plan.select(problem)` and computes within the scope of the choice
+    (`dispatch.labels.kernel_scope`), where `explain` and `tune` find it.
     """
 
     operation: ClassVar[str]

@@ -32,14 +32,14 @@ def function_of(cls: type[Kernel]) -> Callable[..., Any]:
     out = my_operation(x, weight, block_size=64)  # MyOperation(block_size=64)(x, weight)
     ```
 
-    A module is built for each set of options and cached. A call chooses as a module built at the time of the call would: an active
-    `ejx.overlay_cache` or `ejx.policy_override` applies, and so do all tuning results so far. Inside `jit`, this is the time of tracing.
-    `ejx.tune(function, *args, **kwargs)` tunes for a call.
+    A module is built for each set of options and cached. A call chooses as a module that is built at that time. An
+    active `ejx.overlay_cache` or `ejx.policy_override` applies. So do all tuning results so far. Inside `jit`, this is
+    the time of tracing. `ejx.tune(function, *args, **kwargs)` tunes for a call.
 
     **Arguments:** `cls`: an operation whose options are hashable and static.
 
-    **Returns:** the function, named after the operation. It raises the errors of the class and its call, `TypeError` for unknown arguments,
-    and `ValueError` for an option that is traced, an array, or otherwise not hashable.
+    **Returns:** the function, named after the operation. It raises the errors of the class and its call. It raises
+    `TypeError` for unknown arguments, and `ValueError` for an option that is not hashable, such as an array.
     """
     call, options = _parameters(cls.__call__), _parameters(cls.__init__)
     options.pop("tune_for", None)  # only for modules, as it fixes the choice for all calls

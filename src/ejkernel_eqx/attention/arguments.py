@@ -360,8 +360,8 @@ def check_axes(name: str, array: Any, lead: tuple[int, ...]) -> None:
     """Refuses `[x, T, S]` beside queries of a batch, whose sizes alone would decide whether `x` is the batch or the heads."""
     if lead and array is not None and array.ndim == 3:
         raise ValueError(
-            f"{name}: expected [..., H, T, S] with an axis of the heads, or [T, S], beside q with leading axes {lead}, received three axes, "
-            f"{array.shape}, of which the first may be either rows or heads; pass {name}[:, None] for rows, {name}[None] for heads."
+            f"{name}: expected [..., H, T, S] with an axis of the heads, or [T, S], beside q with leading axes {lead}, received {array.shape}. "
+            f"Its first axis may be rows or heads: pass {name}[:, None] for rows, {name}[None] for heads."
         )
 
 

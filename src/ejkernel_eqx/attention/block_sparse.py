@@ -26,12 +26,13 @@ class BlockSparseAttention(Kernel):
     $$s_{ij} = \mathrm{cap}\!\left(\mathrm{scale}\; q_i \cdot k_j\right) + \mathrm{bias}_{ij} + m_h (j - p_i), \qquad
     o_i = \sum_{j \in \mathcal{V}_{hi}} \frac{e^{s_{ij}}}{\sum_{l \in \mathcal{V}_{hi}} e^{s_{il}} + \sum_n e^{\mathrm{sink}_{hn}}}\, v_j$$
 
-    as [`ejkernel_eqx.FlashAttention`][], whose kernels it shares, with the keys $\mathcal{V}_{hi}$ that a mask leaves visible to query $i$ of
-    head $h$: an [`ejkernel_eqx.Mask`][] of any form, a map of blocks, or both. Kernels read lists of tiles: hidden tiles are not
-    listed, tiles that are visible as a whole apply no mask, and the others apply the exact one. Lists of functions and of maps in numpy are
-    built on the host, once for each mask and shape; those of maps in JAX arrays, segments and lengths on the device, in every call. Windows,
-    lengths, segments and packed sequences alone are ranges of tiles and need no lists. Nothing of size $T S$ is ever made, except from a dense
-    mask, a union or complement of masks that hold arrays, and for the gradient of a bias.
+    as [`ejkernel_eqx.FlashAttention`][], whose kernels it shares. $\mathcal{V}_{hi}$ are the keys that a mask leaves
+    visible to query $i$ of head $h$. The mask is an [`ejkernel_eqx.Mask`][] of any form, a map of blocks, or both.
+    Kernels read lists of tiles. Hidden tiles are not listed. Tiles that are visible as a whole apply no mask. The
+    others apply the exact mask. The host builds the lists of functions and of maps in numpy, once for each mask and
+    shape. The device builds those of maps in JAX arrays, segments and lengths, in every call. Windows, lengths,
+    segments and packed sequences alone are ranges of tiles and need no lists. Three things make an array of size $T S$:
+    a dense mask, a union or complement of masks that hold arrays, and the gradient of a bias.
 
     Platforms: as for `FlashAttention`. Differentiable in reverse mode in `q, k, v, bias, alibi_slopes, sinks` and through `lse`.
 
@@ -71,15 +72,17 @@ class BlockSparseAttention(Kernel):
 
         - `mask`: what is visible in every call, an [`ejkernel_eqx.Mask`][] or booleans broadcastable to `[..., H, T, S]`; everything if not
             given.
-        - `block_map`: booleans `[H or 1, ceil(T / queries), ceil(S / keys)]`, without heads if all are alike: the blocks of scores that are
-            visible in every call, intersected with `mask`, as in [`ejkernel_eqx.Mask.from_blocks`][].
+        - `block_map`: booleans `[H or 1, ceil(T / queries), ceil(S / keys)]`, without heads if all are alike. They say
+            which blocks of scores are visible in every call. The map is intersected with `mask`, as in
+            [`ejkernel_eqx.Mask.from_blocks`][].
         - `block_size`: queries and keys of a block of such maps, here and in calls: an int for both, or a pair.
         - `logits_soft_cap`, `softmax_scale`, `dropout_rate`, `deterministic`, `platform`, `config`, `tune_for`: as for
             [`ejkernel_eqx.FlashAttention`][].
-        - `score_mod`: a function `(score, head, query, key)`, as flex attention's, of the score with soft cap, bias and ALiBi, that returns
-            the score to use; traced by JAX with a float and three int32 scalars, `query` being a position among the keys, and differentiated by
-            the score. What it closes over is constant and has no gradient. `cap * tanh(score / cap)`, `score + slopes[head] * (key - query)`
-            and the former plus the latter run on every platform, all others on XLA.
+        - `score_mod`: a function `(score, head, query, key)`, as flex attention's, that returns the score to use. It
+            receives the score with soft cap, bias and ALiBi. JAX traces it with a float and three int32 scalars, and
+            differentiates it by the score. `query` is a position among the keys. What it closes over is constant and has
+            no gradient. `cap * tanh(score / cap)`, `score + slopes[head] * (key - query)` and the former plus the latter
+            run on every platform, all others on XLA.
         """
         self.options = ScoreOptions(logits_soft_cap, softmax_scale, dropout_rate, deterministic, score_mod)
         self.block_size = block_pair(block_size)
@@ -135,9 +138,9 @@ class BlockSparseAttention(Kernel):
 
         **Returns:**
 
-        `[..., T, H, V]` in the dtype of `q`; with `return_lse` also `[..., T, H]` in float32: the natural logarithm, including sinks,
-        and `-inf` for a query that sees no key, whose output is 0. Raises `ValueError` for invalid arguments, and `UnsupportedError` if no
-        platform, or not the requested one, supports the call.
+        `[..., T, H, V]` in the dtype of `q`. With `return_lse` also `[..., T, H]` in float32. It is the natural
+        logarithm, including sinks. A query that sees no key has output 0 and logarithm `-inf`. Raises `ValueError` for
+        invalid arguments, and `UnsupportedError` if no platform, or not the requested one, supports the call.
         """
         own = self.mask
         if block_map is not None:

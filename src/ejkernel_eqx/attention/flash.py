@@ -24,9 +24,10 @@ class FlashAttention(Kernel):
     $$s_{ij} = \mathrm{cap}\!\left(\mathrm{scale}\; q_i \cdot k_j\right) + \mathrm{bias}_{ij} + m_h (j - p_i), \qquad
     o_i = \sum_{j \in \mathcal{V}_i} \frac{e^{s_{ij}}}{\sum_{l \in \mathcal{V}_i} e^{s_{il}} + \sum_n e^{\mathrm{sink}_{hn}}}\, v_j$$
 
-    with $\mathrm{cap}(s) = c \tanh(s / c)$ if `logits_soft_cap` $= c$ is given (else $s$), ALiBi slope $m_h$, query position
-    $p_i = \mathrm{offset} + i$, and $\mathcal{V}_i$ the keys visible to query $i$: the intersection of all masks. Query head
-    $h$ reads key head $\lfloor h / (H / K) \rfloor$. The output of a query that sees no key is 0, with zero gradients.
+    with $\mathrm{cap}(s) = c \tanh(s / c)$ if `logits_soft_cap` $= c$ is given (else $s$), ALiBi slope $m_h$, and query
+    position $p_i = \mathrm{offset} + i$. $\mathcal{V}_i$ are the keys visible to query $i$: the intersection of all
+    masks. Query head $h$ reads key head $\lfloor h / (H / K) \rfloor$. The output of a query that sees no key is 0,
+    with zero gradients.
 
     Platforms: cuDNN (`"cuda"`), Triton (`"triton"`, `"triton-interpret"`), Pallas on TPU (`"pallas"`, `"pallas-interpret"`), XLA (`"xla"`);
     `ejx.explain` shows which one is chosen for given shapes and why. Differentiable in reverse mode in `q, k, v, bias, alibi_slopes, sinks` and
@@ -138,9 +139,9 @@ class FlashAttention(Kernel):
 
         **Returns:**
 
-        `[..., T, H, V]` in the dtype of `q`; with `return_lse` also `[..., T, H]` in float32: the natural logarithm, including sinks,
-        and `-inf` for a query that sees no key. Raises `ValueError` for invalid arguments, and `UnsupportedError` if no
-        platform, or not the requested one, supports the call.
+        `[..., T, H, V]` in the dtype of `q`. With `return_lse` also `[..., T, H]` in float32. It is the natural
+        logarithm, including sinks, and `-inf` for a query that sees no key. Raises `ValueError` for invalid arguments,
+        and `UnsupportedError` if no platform, or not the requested one, supports the call.
         """
         own = Mask(is_causal=self.causal, window=self.window)
         masking = MaskInputs(

@@ -89,8 +89,8 @@ def _offset(problem: Problem, left: int | None, right: int | None) -> int:
 
 
 def make_inputs(problem: Problem, seed: int) -> Inputs:
-    """New inputs for every seed. The log-sum-exp has a cotangent even if it is not requested: without it the gradient of a bias or
-    slope is a difference of equal sums, in which 16-bit outputs leave nothing to compare."""
+    """New inputs for every seed. The log-sum-exp has a cotangent even if it is not requested. Without it, the gradient
+    of a bias or slope is a difference of equal sums. In 16 bits nothing of it would be left to compare."""
     rng = np.random.default_rng(seed)
     ids, ranges = _segment_ids(problem, rng), _row_ranges(problem, rng)
     arrays, cotangents = _random(problem, seed)

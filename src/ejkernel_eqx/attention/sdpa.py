@@ -21,9 +21,10 @@ from .signature import K, Output, Q, V, WithLse
 class ScaledDotProductAttention(Kernel):
     r"""$\mathrm{softmax}(\mathrm{scale}\, q k^\top + \mathrm{bias})\, v$ with the call signature of `jax.nn.dot_product_attention`.
 
-    As in JAX, causal masks are aligned top-left (query $i$ sees keys up to $i$) and an int window $w$ means `(w, w)`. Unlike in JAX,
-    the output of a query that sees no key is 0 (not the mean of the values), `V != D` is allowed, memory is linear in the sequence
-    length on every platform, and the log-sum-exp is float32 and differentiable. For more options see [`ejkernel_eqx.FlashAttention`][].
+    As in JAX, causal masks are aligned top-left (query $i$ sees keys up to $i$) and an int window $w$ means `(w, w)`.
+    Four things differ from JAX. The output of a query that sees no key is 0, not the mean of the values. `V != D` is
+    allowed. Memory is linear in the sequence length on every platform. The log-sum-exp is float32 and differentiable.
+    For more options see [`ejkernel_eqx.FlashAttention`][].
     """
 
     operation: ClassVar[str] = "scaled_dot_product_attention"

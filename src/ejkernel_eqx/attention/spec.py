@@ -81,8 +81,8 @@ class RowRanges(NamedTuple):
 class AttentionArrays(NamedTuple):
     """The arrays of a call. An axis whose size is given as "or 1" may be broadcast and is never materialised.
 
-    A key that no query may see (`kv_segments < 0`, or outside every row's range) and a query that sees no key may hold
-    NaN, which must not reach a result or a gradient.
+    Two kinds of entries may hold NaN: a key that no query may see (`kv_segments < 0`, or outside every row's range),
+    and a query that sees no key. It must not reach a result or a gradient.
     """
 
     q: Array  # [B, T, H, D]

@@ -36,8 +36,8 @@ def _without_lse(problem: Problem, seed: int) -> Inputs:
 
 
 def by_row_and_head(spec: AttentionSpec, inputs: Inputs) -> dict[str, Array]:
-    """All results of the reference in float32 (float64 for float64 inputs), one batch row and key head after the other, so that the
-    scores of a whole call are never in memory at once."""
+    """All results of the reference in float32 (float64 for float64 inputs). They are computed for one batch row and key
+    head after the other, so that the scores of a whole call are never in memory at once."""
     arrays, dout, dlse = inputs.arrays, inputs.cotangents["out"], inputs.cotangents["lse"]
     wide, axes = accumulator(arrays.q.dtype), axes_of(arrays)
     batch, queries, heads, _ = arrays.q.shape

@@ -115,13 +115,14 @@ class Recurrent(Kernel):
             `[..., T, G]`.
         - `weight_hh`, `weight_ih`: `[G, H]` and `[G, I]`, any float dtype; they are cast to that of the inputs.
         - `bias_hh`, `bias_ih`: `[G]`, any float dtype.
-        - `initial_state`: of an LSTM `(hidden, cell)`, otherwise one array; each `[..., H]`, or `[N, H]` with `cu_seqlens`; default zero.
+        - `initial_state`: `(hidden, cell)` of an LSTM, otherwise one array. Each is `[..., H]`, or `[N, H]` with
+            `cu_seqlens`. The default is zero.
         - `lengths`: ints `[...]` from 0 to `T`, the number of tokens of each row; those behind are padding. Not with `cu_seqlens`.
-        - `resets`: bool `[..., T]`: a new sequence starts at these tokens, from a state of zeros, also at the first one, where it replaces the
-            initial state. Not with `cu_seqlens`.
+        - `resets`: bool `[..., T]`. A new sequence starts at these tokens, from a state of zeros. At the first token,
+            that replaces the initial state. Not with `cu_seqlens`.
         - `cu_seqlens`: offsets `[N + 1]` of packed sequences (without leading axes); tokens outside are padding.
-        - `segment_ids`: `[..., T]`; a new segment starts where the id changes, from a state of zeros; the initial state enters the row's first
-            segment, and the final state is that of the last. Negative ids are padding, anywhere.
+        - `segment_ids`: `[..., T]`. A new segment starts where the id changes, from a state of zeros. The initial state
+            enters the row's first segment. The final state is that of the last. Negative ids are padding, anywhere.
         - `state_indices`: ints `[B]` (`[N]` with `cu_seqlens`): `initial_state` is a pool `[slots, H]`, and each row (or packed sequence) reads
             and writes its slot. -1 starts from zeros and writes nothing. Slots must be distinct.
 

@@ -55,8 +55,9 @@ class CausalConv1d(Kernel):
         r"""**Arguments:**
 
         - `activation`: `None` or `"silu"`.
-        - `norm_size`: divide the outputs of every `norm_size` channels by $\sqrt{\sum y^2 + 10^{-6}}$, as delta rules do with the heads of
-            queries and keys; in the same pass over memory for powers of two up to 128. Not with `sequence_axis`.
+        - `norm_size`: divide the outputs of every `norm_size` channels by $\sqrt{\sum y^2 + 10^{-6}}$, as delta rules
+            do with the heads of queries and keys. For powers of two up to 128, this is part of the same pass over
+            memory. Not with `sequence_axis`.
         - `sequence_axis`: a mesh axis that the tokens are split over, as in [`ejkernel_eqx.GatedLinearAttention`][].
         - `platform`: use this platform or raise; `None` chooses by device and call.
         - `config`: use this kernel configuration, which implies its platform.

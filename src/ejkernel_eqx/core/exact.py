@@ -25,9 +25,9 @@ def compiled(plain: Plain, spec: Any, inputs: Any) -> dict[str, Array]:
 
 
 def exactly(plain: Plain, spec: Any, inputs: Any, dtype: Any) -> dict[str, Array]:
-    """`plain(spec, inputs)` for operands of `dtype`. Float32 operands are widened to float64 if the device supports it, and the results
-    rounded: a slow decay in float32 is off by up to 2^-25 in the same direction at each of thousands of tokens, which exceeds the tolerance
-    of float32 results.
+    """`plain(spec, inputs)` for operands of `dtype`. Float32 operands are widened to float64 if the device supports it,
+    and the results are rounded. The reason is slow decays. In float32 such a decay is off by up to 2^-25, in the same
+    direction at each of thousands of tokens. That exceeds the tolerance of float32 results.
 
     `plain` computes in float64 for float64 operands. It and `spec` are hashable. Inside another function under `jit` nothing is widened.
     """

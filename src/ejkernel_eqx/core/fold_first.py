@@ -1,8 +1,9 @@
 """A call that `jax.vmap` folds into its leading axes before it is differentiated, also in `grad(vmap(f))`.
 
-JAX maps the two halves of a function with a custom derivative separately, and sums the gradients of unmapped arrays afterwards: for a
-bias that all examples share, one gradient of its size per example. So the call is a primitive of its own. `vmap` adds one axis to the
-whole call, and the bias keeps its size; differentiation then replaces the primitive by its derivative.
+JAX maps the two halves of a function with a custom derivative separately. It sums the gradients of unmapped arrays
+afterwards. A bias that all examples share would then have one gradient of its size per example. So the call is a
+primitive of its own. `vmap` adds one axis to the whole call, and the bias keeps its size; differentiation then replaces
+the primitive by its derivative.
 """
 
 import dataclasses

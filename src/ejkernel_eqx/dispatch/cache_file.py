@@ -108,11 +108,11 @@ def render(header: Mapping[str, Any], records: Iterable[Record]) -> str:
 class PersistentCache:
     """Records in one JSON file. Every process that uses the file may write at any time, without losing what others wrote.
 
-    A write takes the lock file next to it, merges with the current content and replaces the file atomically, so that readers see
-    either the old or the new file, even if a process is killed. Unrecognised files (empty, truncated, too large, foreign or of another
-    schema) are renamed to `<name>.broken-<n>` and reported in a warning. What is not a regular file is neither read nor replaced. If the
-    file cannot be written, one warning says so, and new records are known to this process only. A file that would be larger than 8 MB
-    loses its oldest records.
+    A write takes the lock file next to it, merges with the current content and replaces the file atomically. Readers
+    see either the old or the new file, even if a process is killed. Unrecognised files (empty, truncated, too large,
+    foreign or of another schema) are renamed to `<name>.broken-<n>` and reported in a warning. What is not a regular
+    file is neither read nor replaced. If the file cannot be written, one warning says so, and new records are known to
+    this process only. A file that would be larger than 8 MB loses its oldest records.
 
     **Arguments:**
 

@@ -32,8 +32,9 @@ _OF_THE_DEVICE = "kind backend vendor compute_capability num_multiprocessors sha
 class DeviceFacts:
     """The facts about a device that dispatch uses. They are stored in every plan, so nothing is queried after construction.
 
-    `shared_memory` is the largest amount of shared memory that one program of a GPU may use, and `vmem` the vector memory of a TPU core, in
-    bytes, or 0 if there is none or it is unknown; `count` is the number of devices that JAX sees.
+    `shared_memory` is the largest amount of shared memory that one program of a GPU may use. `vmem` is the vector
+    memory of a TPU core. Both are in bytes, and 0 if there is none or it is unknown. `count` is the number of devices
+    that JAX sees.
     """
 
     backend: Backend

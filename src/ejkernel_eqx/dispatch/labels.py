@@ -108,8 +108,8 @@ def extract_labels_from_hlo_text(text: str) -> list[str]:
 def labels_to_configs(labels: Iterable[str]) -> list[LabelledConfig]:
     """The content of each label, with its configuration read as the class of the currently registered implementation.
 
-    A label of an unknown operation or platform, one of a configuration class that has changed since, or any other text yields a
-    record without a configuration that says why.
+    Any other text yields a record without a configuration that says why. So does a label of an unknown operation or
+    platform, or of a configuration class that has changed since.
     """
     return [_read(label) for label in labels]
 

@@ -18,10 +18,11 @@ Flag = bool | Number | str | tuple[Number, ...]
 class Problem:
     """One call of one operation on one device: sizes, dtypes, option flags. Never an array, a tracer or a sharding.
 
-    `dims` are the per-device sizes by letter; those named in `lengths` (tokens, batch) are rounded up to a power of two in the
-    key, so that neighbouring lengths share one tuned entry. Those named in `counts` (heads) only repeat the work, so measurements
-    for another count are a good guess. The flags named in `requirements` describe what a platform must support; they do not affect
-    its kernels and are not part of the key. Symbolic sizes (`jax.export`) are named in `symbolic`, and `REPRESENTATIVE` stands for each.
+    `dims` are the per-device sizes by letter. Those named in `lengths` (tokens, batch) are rounded up to a power of two
+    in the key, so that neighbouring lengths share one tuned entry. Those named in `counts` (heads) only repeat the
+    work, so measurements for another count are a good guess. The flags named in `requirements` describe what a platform
+    must support; they do not affect its kernels and are not part of the key. Symbolic sizes (`jax.export`) are named in
+    `symbolic`, and `REPRESENTATIVE` stands for each.
     """
 
     operation: str

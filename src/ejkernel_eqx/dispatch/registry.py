@@ -108,8 +108,8 @@ class Implementation:
     `target` is a module, class or object with the `PlatformHooks`, or its name, `"package.module"` or `"package.module:object"`, which is
     imported on first use. If a module has an attribute `platform`, that is used.
 
-    `workload` is a function (or its name) that takes this implementation and a problem and returns the `Workload` to tune it
-    with; an implementation without one cannot be tuned.
+    `workload` is a function (or its name) that takes this implementation and a problem, and returns the `Workload` to
+    tune it with. An implementation without one cannot be tuned.
     """
 
     operation: str

@@ -159,9 +159,9 @@ Ask = Callable[[Snapshot, Implementation, Problem], Known | None]
 class Selection:
     """Holds what was chosen for a problem, and why preceding platforms were not.
 
-    `origin` describes where the configuration came from in more detail than `tier`, `ms` holds its measured times by direction,
-    `device` is the device it was chosen for, `remarks` are an operation's own, and `path` is that of the plan. Rejected implementations
-    are named as by `registry.names_of`.
+    `origin` says in more detail than `tier` where the configuration came from. `ms` has its measured times by
+    direction. `device` is the device that it was chosen for. `remarks` are an operation's own, and `path` is that of
+    the plan. Rejected implementations are named as by `registry.names_of`.
     """
 
     problem: Problem

@@ -44,8 +44,8 @@ class AbsorbedInputs(TypedDict, total=False):
 
 
 class AbsorbedLatentAttention(Kernel):
-    r"""Latent attention in its absorbed form, for decoding: the latents are keys and values of all heads, and the weights that would expand them
-    are applied to queries and outputs instead.
+    r"""Latent attention in its absorbed form, for decoding. The latents are keys and values of all heads. The weights
+    that would expand them are applied to queries and outputs instead.
 
     $$s_{hij} = \mathrm{cap}\!\left(\mathrm{scale}\,\big(W^{UK\top}_h q^c_{hi} \cdot c_j + q^r_{hi} \cdot k^r_j\big)\right), \qquad
     o_{hi} = W^{UV}_h \sum_{j} \frac{e^{s_{hij}}}{\sum_l e^{s_{hil}}}\, c_j$$
@@ -156,9 +156,10 @@ class AbsorbedLatentAttention(Kernel):
     ) -> Float[Array, "*B T H V"] | tuple[Float[Array, "*B T H V"], Float[Array, "*B T H"]]:
         """**Arguments:**
 
-        - `q`: `[..., T, H, Dn + Dr]`, or without `w_uk` `[..., T, H, R + Dr]`; the rotary part is last. bf16, f16, f32 (f64 on XLA).
-        - `latent`, `k_rope`: dense latents `[..., S, R]` and rotary keys `[..., S, Dr]`, with the leading axes of `q`; or a bound
-            [`ejkernel_eqx.PagedLatentCache`][] and `None`, with packed queries `[T, H, ...]`.
+        - `q`: `[..., T, H, Dn + Dr]`, or without `w_uk` `[..., T, H, R + Dr]`. The rotary part is last. bf16, f16, f32
+            (f64 on XLA).
+        - `latent`, `k_rope`: dense latents `[..., S, R]` and rotary keys `[..., S, Dr]`, with the leading axes of `q`.
+            Or a bound [`ejkernel_eqx.PagedLatentCache`][] and `None`, with packed queries `[T, H, ...]`.
         - `w_uk`: `[H, Dn, R]`, which expands a latent to the keys of the heads; default: queries have been multiplied by it.
         - `w_uv`: `[H, V, R]`, which expands it to values; default: outputs are latents, `[..., T, H, R]`.
         - `query_start_loc`, `max_query_len`: with pages, as in [`ejkernel_eqx.RaggedPagedAttention`][].
@@ -170,9 +171,10 @@ class AbsorbedLatentAttention(Kernel):
 
         **Returns:**
 
-        `[..., T, H, V]` (`[..., T, H, R]` without `w_uv`) in the dtype of `q`; with `return_lse` also `[..., T, H]` in float32: the natural
-        logarithm, including sinks, and `-inf` for a query that sees no key. Raises `ValueError` for invalid arguments, and
-        `UnsupportedError` if no platform, or not the requested one, supports the call.
+        `[..., T, H, V]` (`[..., T, H, R]` without `w_uv`) in the dtype of `q`. With `return_lse` also `[..., T, H]` in
+        float32. It is the natural logarithm, including sinks, and `-inf` for a query that sees no key. Raises
+        `ValueError` for invalid arguments, and `UnsupportedError` if no platform, or not the requested one, supports
+        the call.
         """
         q = array("q", q, "T H D")
         rows = {"q_starts": q_starts, "q_lengths": q_lengths, "kv_lengths": kv_lengths}

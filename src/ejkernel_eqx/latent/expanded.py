@@ -21,8 +21,8 @@ from .spec import LatentArrays
 
 
 class MultiHeadLatentAttention(Kernel):
-    r"""The attention of multi-head latent attention in its expanded form, in which every head has keys and values of its own, but one rotary
-    key is shared by all heads; exact, forward and backward in memory linear in the sequence length.
+    r"""Multi-head latent attention in its expanded form. Every head has keys and values of its own, and all heads share
+    one rotary key. It is exact, forward and backward, in memory linear in the sequence length.
 
     $$s_{hij} = \mathrm{cap}\!\left(\mathrm{scale}\,\big(q^{c}_{hi} \cdot k_{hj} + q^{r}_{hi} \cdot k^{r}_{j}\big)\right), \qquad
     o_{hi} = \sum_{j \in \mathcal{V}_i} \frac{e^{s_{hij}}}{\sum_{l \in \mathcal{V}_i} e^{s_{hil}} + \sum_n e^{\mathrm{sink}_{hn}}}\, v_{hj}$$
@@ -30,10 +30,10 @@ class MultiHeadLatentAttention(Kernel):
     with queries $q = [q^c, q^r]$, $\mathrm{cap}(s) = c \tanh(s / c)$ if `logits_soft_cap` $= c$ is given (else $s$), and $\mathcal{V}_i$ the keys
     visible to query $i$, as in [`ejkernel_eqx.FlashAttention`][]. The output of a query that sees no key is 0, with zero gradients.
 
-    Keys are 192 wide and values 128 in DeepSeek-V2 and V3. The kernels read the two parts of the keys from arrays of their own, so the rotary keys
-    are never repeated for each head; their gradient is summed over heads in float32. Triton's multiply one part after the other, so that neither
-    is padded to 256. The same numbers come from the latents themselves, without keys and values, by
-    [`ejkernel_eqx.AbsorbedLatentAttention`][].
+    Keys are 192 wide and values 128 in DeepSeek-V2 and V3. The kernels read the two parts of the keys from separate
+    arrays, so the rotary keys are never repeated for each head. Their gradient is summed over heads in float32.
+    Triton's multiply one part after the other, so that neither is padded to 256. The same numbers come from the latents
+    themselves, without keys and values, by [`ejkernel_eqx.AbsorbedLatentAttention`][].
 
     Platforms: Triton (`"triton"`, `"triton-interpret"`), Pallas on TPU (`"pallas"`, `"pallas-interpret"`), XLA (`"xla"`). Differentiable in reverse
     mode in `q, k, k_rope, v, bias, alibi_slopes, sinks` and through `lse`.
@@ -146,9 +146,9 @@ class MultiHeadLatentAttention(Kernel):
 
         **Returns:**
 
-        `[..., T, H, V]` in the dtype of `q`; with `return_lse` also `[..., T, H]` in float32: the natural logarithm, including sinks,
-        and `-inf` for a query that sees no key. Raises `ValueError` for invalid arguments, and `UnsupportedError` if no
-        platform, or not the requested one, supports the call.
+        `[..., T, H, V]` in the dtype of `q`. With `return_lse` also `[..., T, H]` in float32. It is the natural
+        logarithm, including sinks, and `-inf` for a query that sees no key. Raises `ValueError` for invalid arguments,
+        and `UnsupportedError` if no platform, or not the requested one, supports the call.
         """
         inputs = read_expanded(q, k, k_rope, v)
         # The module's own options are one more condition beside what the call hides.

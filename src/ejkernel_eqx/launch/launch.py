@@ -37,10 +37,11 @@ class Launch:
     - `max_registers`: maximum number of registers per thread, so that more programs run concurrently; 0 leaves it to the
         compiler. Only has an effect if `limits_registers(device)`.
     - `name`: the label in HLO and profilers; by default the kernel's own name.
-    - `aliases`: maps input names to output names of equal shape and dtype. The output starts with the input's content, in the input's own
-        buffer if nothing else needs it (a donated argument, the carry of a loop), else in a copy; it is never shared with another input,
-        even if both are the same array. The kernel loads and stores through the output's parameter, which comes before those of other
-        outputs; the input's parameter must exist but not be used.
+    - `aliases`: maps input names to output names of equal shape and dtype. The output starts with the input's content.
+        It is in the input's own buffer if nothing else needs that buffer (a donated argument, the carry of a loop),
+        otherwise in a copy. It is never shared with another input, even if both are the same array. The kernel loads
+        and stores through the output's parameter, which comes before those of other outputs; the input's parameter must
+        exist but not be used.
 
     **Raises:** `ValueError` if names, order or types do not fit the kernel.
     """

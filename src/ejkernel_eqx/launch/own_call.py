@@ -65,9 +65,10 @@ def _can_stage() -> bool:
 
 
 def gluon_unavailable(device: DeviceFacts) -> str | None:
-    """The reason why Gluon kernels cannot be launched on `device` with the installed software, as a clause without its subject; `None` if they
-    can: it is written for one architecture, Hopper, and only `own_call` launches it. (jax-triton 0.4.1 compiles Gluon sources with the passes of
-    Triton's, and launches as many warps as it is told, where a kernel with specialised warps has more.)"""
+    """The reason why Gluon kernels cannot be launched on `device` with the installed software, as a clause without its
+    subject. `None` if they can. Gluon kernels are written for one architecture, Hopper, and only `own_call` launches
+    them. jax-triton 0.4.1 cannot: it compiles Gluon sources with the passes of Triton's, and launches as many warps as
+    it is told. A kernel with specialised warps has more."""
     if device.vendor != "nvidia" or device.capability != (9, 0):
         return f"needs compute capability 9.0, the device has {device.compute_capability or 'none'}"
     reason = triton_unavailable()

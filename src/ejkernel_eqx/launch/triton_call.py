@@ -62,8 +62,8 @@ def _fit_to_jax() -> None:
 
 
 def kept_apart(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Keeps the arrays that a launch writes in place apart from all others: puts a barrier around the arrays of a call that aliases them, at no
-    cost if their buffers are donated or carried.
+    """Keeps the arrays that a launch writes in place apart from all others. It puts a barrier around the arrays of a
+    call that aliases them. This costs nothing if their buffers are donated or carried.
 
     Before the call: XLA merges equal values (two empty caches), and copies them for the call only if they are different operands,
     which the results of a barrier are. On both sides: XLA on GPUs fuses a call with slices that produce an operand or consume

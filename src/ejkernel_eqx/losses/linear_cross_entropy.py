@@ -23,10 +23,11 @@ class LinearCrossEntropy(Kernel):
       \mathrm{loss} = \mathrm{lse}(l) - (1 - \epsilon)\, l_y - \frac{\epsilon}{V} \sum_v l_v + \zeta\, \mathrm{lse}(l)^2,
       \qquad \mathrm{lse}(l) = \log \sum_v e^{l_v}$$
 
-    with a soft cap $c$ (or none), label smoothing $\epsilon$ (Szegedy et al. 2016, arXiv:1512.00567) and a weight $\zeta$ of the z-loss
-    (Chowdhery et al. 2022, arXiv:2204.02311, section 5). The loss and its gradients are computed in float32 (float64 for float64) from
-    products of matrices in the dtype of `x`. A mean or a sum has its gradients computed together with it, from the same logits, as Liger
-    does (Hsu et al. 2024, arXiv:2410.10989): three products of matrices in all. With `reduction="none"`, the backward computes the logits again.
+    with a soft cap $c$ (or none), label smoothing $\epsilon$ (Szegedy et al. 2016, arXiv:1512.00567) and a weight
+    $\zeta$ of the z-loss (Chowdhery et al. 2022, arXiv:2204.02311, section 5). The loss and its gradients are computed
+    in float32 (float64 for float64) from products of matrices in the dtype of `x`. The gradients of a mean or a sum are
+    computed together with it, from the same logits, as Liger does (Hsu et al. 2024, arXiv:2410.10989). That takes three
+    products of matrices in all. With `reduction="none"`, the backward computes the logits again.
 
     Tokens whose label is negative, or `ignore_index`, are left out of the loss, of its gradients and of the mean; their `x` may be NaN.
 
@@ -52,8 +53,8 @@ class LinearCrossEntropy(Kernel):
     ):
         """**Arguments:**
 
-        - `reduction`: `"mean"`: the sum of the losses, each times its token's weight, over the sum of the weights, or 0 if that is 0; `"sum"`:
-            the former alone; `"none"`: the weighted loss of each token, 0 for ignored ones.
+        - `reduction`: `"sum"` is the sum of the losses, each times its token's weight. `"mean"` is this sum over the
+            sum of the weights, or 0 if that is 0. `"none"` is the weighted loss of each token, 0 for ignored ones.
         - `logits_soft_cap`: bounds logits smoothly to $(-c, c)$, as in Gemma 2.
         - `label_smoothing`: from 0 to 1, the share of the target that is spread evenly over the vocabulary.
         - `z_loss`: weight of the squared log-sum-exp, which keeps logits from drifting.

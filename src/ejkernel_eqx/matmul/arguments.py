@@ -160,7 +160,7 @@ def _weight(name: str, given: RightSide, lhs: Array, spec: GroupedSpec) -> Any:
             raise ValueError(f"{name}_scale: expected None, as {weight!r} has scales, received an array.")
         if weight.transposed == spec.transpose_rhs:
             raise ValueError(
-                f"{name}: expected a weight [out, in] of which `in` is K, received {weight!r}, whose `out` is; quantise the transposed weight."
+                f"{name}: expected a weight [out, in] of which `in` is K, received {weight!r}, with K as its `out`; quantise the transposed weight."
             )
     elif dtype not in STORED_DTYPES:
         weight = array(name, weight, letters)

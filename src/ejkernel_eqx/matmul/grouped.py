@@ -34,10 +34,11 @@ class GroupedMatmul(Kernel):
     follows the rows and the groups that have any, and no array of the size of all groups times all rows is made. Sums are in float32
     (float64 for float64), in a fixed order.
 
-    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`; on TPU its own `ragged_dot`, the default there), and on TPU, by name or where
-    it has been measured to be faster, Pallas (`"pallas"`, `"pallas-interpret"`). Differentiable in reverse mode in
-    `lhs`, `rhs`, `bias`, `up` and `up_bias`; `platform="xla"` also supports forward mode and second derivatives. A right side in 8 bits and
-    its scales are constants: differentiating them is an error.
+    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`; on TPU its own `ragged_dot`, the default there),
+    Pallas on TPU (`"pallas"`, `"pallas-interpret"`). Pallas runs if it is requested by name, or where it has been
+    measured to be faster. Differentiable in reverse mode in `lhs`, `rhs`, `bias`, `up` and `up_bias`; `platform="xla"`
+    also supports forward mode and second derivatives. A right side in 8 bits and its scales are constants:
+    differentiating them is an error.
 
     Codes of quantised right sides become numbers tile by tile, of those groups alone that have rows; they and their scales are constants. From 64
     rows a group on average on they become floats as a whole first, as the time is that of the products.
@@ -69,8 +70,8 @@ class GroupedMatmul(Kernel):
         """**Arguments:**
 
         - `activation`: of the product, or of the gate: `None`, `"silu"`, `"gelu"` (exact), `"gelu_tanh"` or `"relu"`.
-        - `gate_up`: where the columns of gate and up are if `rhs` has both: `"halves"` (the first half is the gate) or `"interleaved"` (even
-            columns are the gate). Default: `rhs` has those of one product.
+        - `gate_up`: where the columns of gate and up are, if `rhs` has both. With `"halves"` the first half is the
+            gate. With `"interleaved"` even columns are the gate. Default: `rhs` has those of one product.
         - `alpha`: factor of the argument of silu's sigmoid.
         - `limit`: the gate is at most this, the up product at most this in magnitude, before the activation.
         - `up_shift`: added to the up product. GPT-OSS: `"silu"`, `alpha=1.702`, `limit=7.0`, `up_shift=1.0`.
@@ -112,8 +113,9 @@ class GroupedMatmul(Kernel):
         - `rhs_scale`: `[E, N]`: a stored number of `rhs` stands for `scale * number`, with the scale of its group and column.
         - `up`: a second right side like `rhs`, multiplied by the activated first product; quantised, if `rhs` is, in the same format.
         - `up_bias`, `up_scale`: as `bias` and `rhs_scale`.
-        - `row_indices`: int `[..., M]`: the row of `lhs [..., L, K]` at each of the `M` rows of the result, which are gathered as they are
-            loaded. Any number of rows may take the same one. Values past the last group are ignored.
+        - `row_indices`: int `[..., M]`: for each of the `M` rows of the result, its row of `lhs [..., L, K]`. The
+            kernel gathers them as it loads. Any number of rows may take the same one. Values past the last group are
+            ignored.
 
         **Returns:** `[..., M, N]` in the dtype of `lhs` or `preferred_element_type`.
 

@@ -33,9 +33,10 @@ class NativeSparseAttention(SparseOperation):
 
     - compressed: key $c$ stands for the tokens $c\,d \le i < c\,d + l$ (`compression_stride` $d$, `compression_size` $l$). A query sees it if all
       of them are at or before it. By default compressed keys and values are means.
-    - selected: the keys of the blocks $\mathcal I_t$ of `block_size` tokens, up to the query: its own block, the first, and those for which
-      $\sum_h \sum_c p_{hc}\, |c \cap m|$ is largest. $p$ are the weights of the compressed branch, $h$ the query heads that share a key head,
-      and $|c \cap m|$ the strides that compressed key $c$ and block $m$ share. No gradient flows through this choice.
+    - selected: the keys of the blocks $\mathcal I_t$ of `block_size` tokens, up to the query. These are its own block,
+        the first block, and those for which $\sum_h \sum_c p_{hc}\, |c \cap m|$ is largest. Here $p$ are the weights of
+        the compressed branch, and $h$ the query heads that share a key head. $|c \cap m|$ counts the strides that
+        compressed key $c$ and block $m$ share. No gradient flows through this choice.
     - sliding: the last `sliding_window` keys, the query's own included.
 
     A branch in which a query sees nothing adds 0. Differentiable in reverse mode in `q, k, v, gates, compressed_k, compressed_v`. Platforms:
@@ -102,8 +103,8 @@ class NativeSparseAttention(SparseOperation):
             sequence; -1, and a block named before, select nothing.
         - `cu_seqlens`: offsets `[N + 1]` of packed sequences (without leading axes, `S = T`), each with its own blocks. Tokens outside of them are
             padding and may hold NaN.
-        - `segment_ids`: instead of offsets, ints that broadcast to `[..., T]` (`S = T`): a run of equal ids is a sequence, negative ones are padding.
-            Here too, blocks and compressed keys start with their sequence.
+        - `segment_ids`: instead of offsets, ints that broadcast to `[..., T]` (`S = T`). A run of equal ids is a
+            sequence. Negative ids are padding. Here too, blocks and compressed keys start with their sequence.
         - `max_segments`: a static upper bound of the sequences of a row of `segment_ids`, by default `T`; further ones are padding. The
             memory of a gradient grows with it, by a block of keys and values for each.
         - `q_offset`: position of the first query among the keys, an int or one per row. Default `S - T`. For decoding, `T = 1` and the number of

@@ -31,8 +31,9 @@ def choose(importance: Array, arrays: NativeArrays, spec: NativeSpec) -> Array:
 def best_blocks(
     importance: Array, place: Array, start: Array, end: Array, blocks: int, spec: NativeSpec
 ) -> Array:
-    """Of the `blocks` of a sequence those of a query at each `place [B, T]`, `[B, T, K, n]`: its own block, the first, then those with the largest
-    weight, of equal ones the earlier. -1 after the last block that it may see. Its compressed keys are those from `start` to `end`."""
+    """The blocks that a query at each `place [B, T]` chooses among the `blocks` of a sequence: `[B, T, K, n]`. They are
+    its own block, the first, then those with the largest weight, of equal ones the earlier. -1 follows the last block
+    that it may see. Its compressed keys are those from `start` to `end`."""
     keys, per = importance.shape[-1], spec.block // spec.stride
     place, start, end = (x[..., None, None] for x in (place, start, end))  # [B, T, 1, 1]
     block = like(jnp.arange(blocks, dtype=jnp.int32), place)

@@ -11,8 +11,9 @@ from .arguments import check_numbers, read_sizes
 def alibi_slopes(num_heads: int) -> np.ndarray:
     r"""The slopes of ALiBi (Press et al. 2022, arXiv:2108.12409), float64 `[H]`.
 
-    $m_h = 2^{-8 h / H}$ for $h = 1 .. H$ if `num_heads` $= H$ is a power of two. Otherwise, as in the authors' code and in BLOOM, the
-    slopes of the largest power of two below $H$ come first, followed by every second slope of twice that power, starting with its first.
+    $m_h = 2^{-8 h / H}$ for $h = 1 .. H$ if `num_heads` $= H$ is a power of two. Otherwise the slopes of the largest
+    power of two below $H$ come first. Every second slope of twice that power follows, starting with its first. The
+    authors' code and BLOOM do the same.
     """
     (num_heads,) = read_sizes(num_heads=num_heads)
     below = 1 << (int(num_heads).bit_length() - 1)

@@ -62,10 +62,10 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
       v = x W_v^\top,\quad
       y = \big(\sigma(g) \odot \mathrm{FlashAttention}(q, k, v)\big) W_o^\top$$
 
-    where the rotation, the norms and the gate $g$ are optional, as are biases, sinks, a soft cap and a window. Parameters have the names
-    and shapes (`[out, in]`) of the published model code, so published weights load by renaming; the guide "Layers" lists the constructor
-    calls for Llama, Mistral, Gemma-2, Qwen3 and GPT-OSS. `from_config` supports the softmax layers of the models in the guide
-    "Published models", besides GPT-NeoX and GPT-2.
+    where the rotation, the norms and the gate $g$ are optional, as are biases, sinks, a soft cap and a window.
+    Parameters have the names and shapes (`[out, in]`) of the published model code, so published weights load by
+    renaming. The guide "Layers" lists the constructor calls for Llama, Mistral, Gemma-2, Qwen3 and GPT-OSS.
+    `from_config` supports the softmax layers of the models in the guide "Published models", besides GPT-NeoX and GPT-2.
     """
 
     q_proj: eqx.nn.Linear  # [H * D, E]; with a gate [H * (D + V), E], each head's query and then its gate
@@ -318,8 +318,8 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
 
         - `num_pages`, `page_size`, `scales`: as in `PagedKVCache.init`.
         - `batch_shape`: leading axes of stacked layers.
-        - `dtype`: of the pages, or a pair for keys and values; default (also for `None` in a pair) `compute_dtype`, or else the dtype of
-            the weights.
+        - `dtype`: of the pages, or a pair for keys and values. The default, also for `None` in a pair, is
+            `compute_dtype`, or else the dtype of the weights.
         """
         kept = filled_dtype(dtype, self._stored_dtype())
         sizes = (num_pages, page_size, self.num_kv_heads, self.head_dim, self.v_head_dim)
@@ -408,13 +408,14 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
             the layer hides, and shows nothing more.
         - `key`: PRNG key, required for dropout outside inference mode.
         - `inference`: overrides the flag set by `equinox.nn.inference_mode`.
-        - `batch`: an `ejkernel_eqx.RaggedBatch`, for serving. `x [T, E]` holds the new tokens of its sequences and `cache` is a `PagedKVCache`,
-            into whose pages the new keys and values are written before attention reads them. The cache may be bound to the tables of the
-            batch or not, and is returned in the same state. Padding may hold NaN; outputs at padding positions are undefined.
-            Donate the cache for writing in place. `positions` are accepted only if the rotation has `mrope_section`.
-        - `norm`, `residual`: those of the block around the layer: the input is the norm of `x`, and the residual, of the shape of the output,
-            is added to the output, in the dtype of the residual. With a batch of few tokens they are computed in the launches of the projections
-            ([`ejkernel_eqx.Matmul`][]). Not with `kv_input`.
+        - `batch`: an `ejkernel_eqx.RaggedBatch`, for serving. `x [T, E]` holds the new tokens of its sequences. `cache`
+            is a `PagedKVCache`. The new keys and values are written into its pages before attention reads them. The
+            cache may be bound to the tables of the batch or not, and is returned in the same state. Padding may hold
+            NaN; outputs at padding positions are undefined. Donate the cache for writing in place. `positions` are
+            accepted only if the rotation has `mrope_section`.
+        - `norm`, `residual`: those of the block around the layer. The input is the norm of `x`. The residual has the
+            shape of the output and is added to it, in the dtype of the residual. With a batch of few tokens they are
+            computed in the launches of the projections ([`ejkernel_eqx.Matmul`][]). Not with `kv_input`.
         - `return_lse`: also return the log-sum-exp of the scores, `[..., T, H]`, as in [`ejkernel_eqx.FlashAttention`][].
 
         **Returns:** `y`, of shape `[..., T, O]` (`O = E` by default), in the dtype of the computation. With a cache: `(y, cache)`. With

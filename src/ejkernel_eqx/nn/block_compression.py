@@ -22,8 +22,8 @@ from .parts import Parts
 
 
 class BlockCompression(Module):
-    r"""One key (or value) for each block of $l$ tokens, every $d$ tokens, head by head, from the tokens' keys and a learned embedding of their
-    place in the block:
+    r"""Makes one key (or value) for each block of $l$ tokens, every $d$ tokens, head by head. It is made from the
+    tokens' keys and a learned embedding of their place in the block:
 
     $$\tilde k_c = \varphi\big([k_{cd} + e_0, \dots, k_{cd + l - 1} + e_{l-1}]\big),\qquad
       \varphi(u) = u W \quad\text{or}\quad \max(u W + b, 0)\, W_2 + b_2$$

@@ -119,9 +119,9 @@ class CacheState(Module):
     def of_layer(
         self, index: int | Int[Numbers, ""], batch: RaggedBatch
     ) -> tuple[tuple[Any, ...], RaggedBatch]:
-        """Returns one layer of each stack without copying it: the whole stack as one pool of pages or slots, and the batch renumbered
-        accordingly. In `jax.lax.scan` over stacked layers, pass the caches as part of the carry, so that only new tokens are written;
-        if the caches were scanned over, all of them would be copied.
+        """Returns one layer of each stack without copying it: the whole stack as one pool of pages or slots, and the
+        batch renumbered accordingly. In `jax.lax.scan` over stacked layers, pass the caches as part of the carry, so
+        that only new tokens are written. A scan over the caches would copy all of them.
 
         ```python
         def period(carry, own):

@@ -55,8 +55,9 @@ class CellLayer(Module):
     """Base class of `LSTM`, `GRU` and `RNN`: `num_layers` layers, each of which reads the outputs of the one before it, in one or both
     directions.
 
-    Parameters are those of PyTorch's layer, with its names as the keys of `weights`, its shapes and the order of its gates, so
-    `ejkernel_eqx.load_published` loads its `state_dict`. The projections of PyTorch's `proj_size` are not supported.
+    Parameters are those of PyTorch's layer: its names are the keys of `weights`, and shapes and the order of gates are
+    the same. So `ejkernel_eqx.load_published` loads its `state_dict`. The projections of PyTorch's `proj_size` are not
+    supported.
     """
 
     weights: dict[str, Array]
@@ -159,7 +160,8 @@ class CellLayer(Module):
 
         **Arguments:**
 
-        - `batch_shape`: leading axes; `()` for one sequence, an integer `B` for `(B,)`; for `N` packed sequences, `N`.
+        - `batch_shape`: leading axes. `()` is for one sequence, and an integer `B` means `(B,)`. For `N` packed
+            sequences it is `N`.
         - `dtype`: default float32 (float64 for float64), or the `state_dtype` passed at construction.
         """
         stored = accumulator(stored_dtype_of(self.compute_dtype, self.weights))

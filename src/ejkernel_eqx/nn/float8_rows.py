@@ -14,9 +14,10 @@ _WEIGHTS = {eqx.nn.Linear: ("weight",), Experts: ("gate_proj", "up_proj", "down_
 
 
 def with_float8_rows(model: Any, enabled: bool = True, *, where: Callable[[str], bool] | None = None) -> Any:
-    """Lets linear layers and experts whose weights are in float8 multiply many rows in float8, by [`ejkernel_eqx.ScaledMatmul`][]: prefill and
-    training are then faster, and their results less exact, as rows are quantised, too. Up to 64 rows, as in decoding, are multiplied as before;
-    by experts, up to 64 of each on average. Experts with biases are multiplied as before, too.
+    """Lets linear layers and experts with weights in float8 multiply many rows in float8, by
+    [`ejkernel_eqx.ScaledMatmul`][]. Prefill and training are then faster. Results are less exact, because rows are
+    quantised, too. Up to 64 rows, as in decoding, are multiplied as before; by experts, up to 64 of each on average.
+    Experts with biases are multiplied as before, too.
 
     ```python
     model = ejx.with_float8_rows(ejx.quantise(model, "fp8-block"))

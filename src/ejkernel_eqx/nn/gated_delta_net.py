@@ -23,8 +23,8 @@ from .tokens import merge_heads, split_heads
 
 
 class GatedDeltaNet(RecurrentLayer):
-    r"""Gated delta net: a short convolution of $q$, $k$, $v$, a delta rule with one decay per head, and an output that is normalised
-    and gated per head.
+    r"""Gated delta net. It has a short convolution of $q$, $k$, $v$, then a delta rule with one decay per head. Its
+    output is normalised and gated per head.
 
     $$q, k, v = \mathrm{silu}(\mathrm{conv}(x W_{qkv}^\top)), \quad
       g = -e^{A} \log(1 + e^{x W_a^\top + b_{dt}}), \quad \beta = \sigma(x W_b^\top)$$

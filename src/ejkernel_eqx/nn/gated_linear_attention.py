@@ -24,8 +24,8 @@ from .tokens import merge_heads, split_heads
 
 
 class GatedLinearAttention(RecurrentLayer):
-    r"""Gated linear attention (GLA): each key channel decays at a rate computed from the token by a low-rank projection, and the
-    output is normalised and gated per head.
+    r"""Gated linear attention (GLA). Each key channel decays at a rate that a low-rank projection computes from the
+    token. The output is normalised and gated per head.
 
     $$q = x W_q^\top, \quad k = x W_k^\top, \quad v = x W_v^\top, \quad
       g = \tfrac{1}{16} \log \sigma(x W_{g1}^\top W_{g2}^\top + b_g)$$

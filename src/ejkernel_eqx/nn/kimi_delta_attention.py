@@ -22,8 +22,8 @@ from .tokens import merge_heads, split_heads
 
 
 class KimiDeltaAttention(RecurrentLayer):
-    r"""Kimi delta attention (KDA): short convolutions of $q$, $k$, $v$, a delta rule whose key channels decay at rates computed from the
-    token by a low-rank projection, and an output that is normalised and gated per head.
+    r"""Kimi delta attention (KDA). It has short convolutions of $q$, $k$, $v$, then a delta rule. Key channels decay at
+    rates that a low-rank projection computes from the token. The output is normalised and gated per head.
 
     $$q, k, v = \mathrm{silu}(\mathrm{conv}(x W_{q,k,v}^\top)), \quad
       g = -e^{A} \log(1 + e^{x W_{fa}^\top W_{fb}^\top + b_{dt}}), \quad \beta = \sigma(x W_b^\top)$$

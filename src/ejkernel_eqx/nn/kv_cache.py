@@ -94,8 +94,9 @@ class KVCache(Module):
         - `mask`: bool `[..., T]`, True for real tokens. Padding may be anywhere; real tokens are stored contiguously, and
             rows without any are unchanged.
 
-        **Returns:** the new cache. Raises `ValueError` for invalid arguments, and if a row would exceed
-        `max_length`; inside `jit`, an error of the program whose last line says so, or on a GPU the row is closed, as described above.
+        **Returns:** the new cache. Raises `ValueError` for invalid arguments, and if a row would exceed `max_length`.
+        Inside `jit` the program raises an error whose last line says so. On a GPU it closes the row, as described
+        above.
         """
         check_new(self, k_new, v_new)
         if new_lengths is None and mask is None and k_new.shape[-3] > self.max_length:

@@ -43,10 +43,11 @@ class MultiHeadLatentAttention(PagedLayer[PagedLatentCache], Published):
 
     $$y = \Big[\mathrm{softmax}\big(\mathrm{scale}\,(q^c_h k_h^\top + \mathrm{rope}(q^r_h) k^{r\top})\big)\, v_h\Big]_h W_o^\top$$
 
-    Only the latent $c$ and the rotary key $k^r$, which all heads share, are cached. Without a cache keys and values are expanded
-    ([`ejkernel_eqx.MultiHeadLatentAttention`][]); few new tokens after a cache attend to the latents themselves
-    ([`ejkernel_eqx.AbsorbedLatentAttention`][]); long chunks do the one for their own tokens and the other for those before, merged exactly.
-    Parameters have the names and shapes (`[out, in]`) of the published code, so published weights load by renaming.
+    Only the latent $c$ and the rotary key $k^r$, which all heads share, are cached. Without a cache, keys and values
+    are expanded ([`ejkernel_eqx.MultiHeadLatentAttention`][]). Few new tokens after a cache attend to the latents
+    themselves ([`ejkernel_eqx.AbsorbedLatentAttention`][]). A long chunk does the former for its own tokens and the
+    latter for those before. The two are merged exactly. Parameters have the names and shapes (`[out, in]`) of the
+    published code, so published weights load by renaming.
     """
 
     q_proj: eqx.nn.Linear | None  # [H * (Dn + Dr), E], without query LoRA
@@ -179,8 +180,8 @@ class MultiHeadLatentAttention(PagedLayer[PagedLatentCache], Published):
 
         - `num_pages`, `page_size`, `scales`: as in `PagedLatentCache.init`.
         - `batch_shape`: leading axes of stacked layers.
-        - `dtype`: of the pages, or a pair for latents and rotary keys; default (also for `None` in a pair) `compute_dtype`, or else the
-            dtype of the weights.
+        - `dtype`: of the pages, or a pair for latents and rotary keys. The default, also for `None` in a pair, is
+            `compute_dtype`, or else the dtype of the weights.
         """
         kept = filled_dtype(dtype, self._stored_dtype())
         sizes = (num_pages, page_size, self.kv_lora_rank, self.qk_rope_head_dim)

@@ -15,8 +15,9 @@ from .kv_cache import KVCache, none_overflowed
 class LatentCache(Module):
     """Latents and rotary keys of all tokens so far: one row per sequence, each with its own length.
 
-    A pure value, as [`ejkernel_eqx.nn.KVCache`][]: `append` returns a new one, written in place if the old one is donated to `jit`, and a cache with
-    batch shape `(layers, B)` can be scanned over together with stacked layers.
+    It is a pure value, as [`ejkernel_eqx.nn.KVCache`][]. `append` returns a new one, which is written in place if the
+    old one is donated to `jit`. A cache with batch shape `(layers, B)` can be scanned over together with stacked
+    layers.
 
     - `latent`: `[..., S, R]`, `rope`: `[..., S, Dr]`, with `S` the capacity in tokens.
     - `lengths`: int32 `[...]`, the number of tokens in each row; slots beyond are never read.

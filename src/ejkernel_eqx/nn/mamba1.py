@@ -21,8 +21,8 @@ from .short_convolution import ShortConvolution
 
 
 class Mamba1Mixer(RecurrentLayer):
-    r"""The mixer of Mamba: a short convolution, and a selective scan whose $\Delta$, $B$ and $C$ are computed from the tokens, gated by
-    a second branch.
+    r"""The mixer of Mamba: a short convolution and a selective scan, gated by a second branch. $\Delta$, $B$ and $C$ of
+    the scan are computed from the tokens.
 
     $$[x, z] = u W_{in}^\top, \quad x = \mathrm{silu}(\mathrm{conv}(x)), \quad [\delta, B, C] = x W_x^\top, \quad
       \Delta = \mathrm{softplus}(\delta W_{dt}^\top + b_{dt})$$

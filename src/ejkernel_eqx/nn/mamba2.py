@@ -22,8 +22,8 @@ from .tokens import merge_heads, split_heads
 
 
 class Mamba2Mixer(RecurrentLayer):
-    r"""The mixer of Mamba-2: a single input projection, a short convolution of $x$, $B$ and $C$, a state space with one decay per head,
-    and a norm of the gated output.
+    r"""The mixer of Mamba-2. It has a single input projection and a short convolution of $x$, $B$ and $C$. A state
+    space with one decay per head and a norm of the gated output follow.
 
     $$[z, xBC, \delta] = u W_{in}^\top, \quad [x, B, C] = \mathrm{silu}(\mathrm{conv}(xBC)), \quad
       \Delta = \mathrm{softplus}(\delta + b_{dt})$$

@@ -109,12 +109,13 @@ class NativeSparseAttention(PagedLayer[PagedSparseCache]):
         - `num_kv_heads`: number of key and value heads `K`, a divisor of `H`; default `H`. Chosen blocks are shared by the queries of a group,
             which makes groups of 16 fast (the paper has 64 and 4).
         - `head_dim`: features `D` of a head; default `embed_dim // num_heads`.
-        - `block_size`, `num_blocks`, `sliding_window`: tokens of a block of the selected branch, blocks that each query chooses, its own and the
-            first included, and keys of the sliding branch.
+        - `block_size`, `num_blocks`, `sliding_window`: the tokens of a block of the selected branch, the blocks that
+            each query chooses (including its own and the first), and the keys of the sliding branch.
         - `compression_size`, `compression_stride`: tokens $l$ of a compressed key, and $d$ between the first tokens of two. The stride divides both
             it and `block_size`.
-        - `compression`: how the $l$ keys (and values) of each head become one: `"mlp"`: two products with a ReLU between; `"linear"`: one
-            product; both after an embedding of places inside the block is added; or `"mean"`.
+        - `compression`: how the $l$ keys (and values) of each head become one. `"mlp"` is two products with a ReLU
+            between, and `"linear"` is one product. Both add an embedding of the places inside the block first. `"mean"`
+            is the mean.
         - `compression_hidden_dim`: features between the products of `"mlp"`; default `4 * D`.
         - `rope`: rotary embedding of queries and keys; default none. Its frequencies do not depend on the length of a sequence.
         - `use_qkv_bias`: whether the projections to queries, keys and values have biases.

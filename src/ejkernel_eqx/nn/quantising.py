@@ -48,8 +48,8 @@ def quantise(
       but for those of a head (`.head.weight`). Norms, routers, biases and embeddings stay as they are.
     - `return_errors`: whether to return, too, the error of each weight: the root mean square of the difference over that of the weight.
 
-    **Returns:** a [`ejkernel_eqx.QuantizedWeight`][], or the model with such weights; with `return_errors` a tuple of it and a dictionary from
-    paths to errors, `""` for an array.
+    **Returns:** a [`ejkernel_eqx.QuantizedWeight`][], or the model with such weights. With `return_errors`, a tuple of
+    it and a dictionary from paths to errors. The path of an array is `""`.
 
     **Raises:** `ValueError` for an unknown kind, inputs that groups do not divide, NaN or infinities, and a model without any weight to quantise.
     """

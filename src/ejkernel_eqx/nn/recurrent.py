@@ -179,8 +179,8 @@ class RecurrentLayer(Published):
             at padding positions are undefined.
         - `segment_ids`: integers `[..., T]`; a new segment, which sees no earlier tokens, starts where the id changes. Negative ids are
             padding. The state enters the first segment of the row; the new one is that of the last segment.
-        - `cu_seqlens`: offsets `[N + 1]` of packed sequences, with `x` of shape `[T, E]` and a state of batch shape `(N,)`; tokens past the
-            last offset are padding.
+        - `cu_seqlens`: offsets `[N + 1]` of packed sequences, with `x` of shape `[T, E]` and a state of batch shape
+            `(N,)`. Tokens past the last offset are padding.
         - `batch`: an `ejkernel_eqx.RaggedBatch`, for serving. `x [T, E]` holds the new tokens of its sequences and `state` is a pool
             `[slots, ...]`, with the slot of each sequence in `batch.state_indices`. Slots must be distinct; for -1 nothing is stored and
             outputs are undefined. A sequence without earlier tokens starts from zeros, independent of its slot's content. Slots without

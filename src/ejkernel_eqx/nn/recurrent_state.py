@@ -24,8 +24,8 @@ class RecurrentState(Module):
 
     - `conv`: for each short convolution of the layer, its last $W - 1$ inputs `[..., W - 1, C]`, oldest first.
     - `recurrent`: the state of the recurrence, in the shape of the operation.
-    - `drafts`: for a pool with `num_draft_tokens`, the last new tokens, which can still be rolled back and are not part of the other
-        two fields yet; otherwise `None`.
+    - `drafts`: for a pool with `num_draft_tokens`, the last new tokens. They can still be rolled back, and are not part
+        of the other two fields yet. Otherwise `None`.
     """
 
     conv: tuple[Float[Array, "... W-1 C"], ...]

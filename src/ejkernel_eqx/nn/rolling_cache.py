@@ -75,8 +75,8 @@ class RollingKVCache(Module):
         - `k_new`, `v_new`: `[..., T, K, D]` and `[..., T, K, V]`.
         - `mask`: bool `[..., T]`, True for real tokens, which must be contiguous in each row.
 
-        **Returns:** the new cache, and a tuple `(k [..., W + T, K, D], v [..., W + T, K, V], real [..., W + T])`: key `W + t` is new token
-        `t`, preceded by the tokens before it. Raises `ValueError` for invalid arguments.
+        **Returns:** the new cache, and a tuple `(k [..., W + T, K, D], v [..., W + T, K, V], real [..., W + T])`. Key
+        `W + t` is new token `t`. The tokens before it precede it. Raises `ValueError` for invalid arguments.
         """
         check_new(self, k_new, v_new)
         k_new, v_new = jnp.asarray(k_new), jnp.asarray(v_new)

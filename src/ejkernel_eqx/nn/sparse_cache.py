@@ -16,11 +16,12 @@ from .kv_cache import KVCache, none_overflowed
 
 
 class SparseKVCache(Module):
-    """Keys and values of all tokens so far, and the compressed keys and values of the blocks that are complete: one row per sequence, each with its
-    own length.
+    """Keys and values of all tokens so far, and the compressed ones of the blocks that are complete. There is one row
+    per sequence, each with its own length.
 
-    A pure value, as [`ejkernel_eqx.nn.KVCache`][]: a call of the layer returns a new one, written in place if the old one is donated to `jit`,
-    and a cache with batch shape `(layers, B)` can be scanned over together with stacked layers.
+    It is a pure value, as [`ejkernel_eqx.nn.KVCache`][]. A call of the layer returns a new one, which is written in
+    place if the old one is donated to `jit`. A cache with batch shape `(layers, B)` can be scanned over together with
+    stacked layers.
 
     - `k`: `[..., S, K, D]`, rotated, `v`: `[..., S, K, V]`, with `S` the capacity in tokens.
     - `compressed_k`: `[..., C, K, D]`, `compressed_v`: `[..., C, K, V]`: number `c` stands for the tokens from `c * compression_stride` on.
@@ -107,13 +108,13 @@ class SparseKVCache(Module):
 
 
 class PagedSparseCache(Module):
-    """Keys and values of many sequences in pages, and the compressed ones of their blocks in as many pages of a second pool, by the same page
-    table.
+    """Keys and values of many sequences in pages, and the compressed ones of their blocks. The latter are in as many
+    pages of a second pool, with the same page table.
 
     - `tokens`: a `PagedKVCache` of `page_size` tokens a page.
-    - `compressed`: a `PagedKVCache` whose page `i` holds the `page_size // compression_stride` compressed keys and values whose last tokens lie
-      in page `i` of `tokens`: number `c` is slot `c + compression_size // compression_stride - 1` of its sequence, whose slots before number 0
-      are unused.
+    - `compressed`: a `PagedKVCache`. Its page `i` holds the `page_size // compression_stride` compressed keys and
+        values whose last tokens lie in page `i` of `tokens`. Number `c` is slot `c + compression_size //
+        compression_stride - 1` of its sequence. The slots before number 0 are unused.
 
     A compressed key is written with its last token and into that token's page. So sequences may share pages (`PageTable.fork`), as with a
     `PagedKVCache`; `copy_pages` copies the compressed keys of a page with it.

@@ -18,14 +18,15 @@ from .spec import COPIES, NormSpec
 
 
 class ResidualRMSNorm(Kernel):
-    r"""The sum of a residual and the output of a branch, and the RMS norm (Zhang & Sennrich 2019, arXiv:1910.07467) of that sum, the input of
-    the next branch of a pre-norm decoder:
+    r"""Adds the output of a branch to a residual, and returns the sum with its RMS norm (Zhang & Sennrich 2019,
+    arXiv:1910.07467). In a pre-norm decoder the norm is the input of the next branch:
 
     $$s = x + b, \qquad y = \frac{s}{\sqrt{\mathrm{mean}(s^2) + \epsilon}} \odot w$$
 
-    One pass over memory each way: the backward adds the gradient of $s$ from after this norm to that through the norm, and keeps only $s$. Without a
-    branch, $s$ is $x$ itself: use it as the residual after the norm, and both of its gradients are added in the same pass. Accumulates in
-    float32 (float64 for float64); $s$ is rounded to the dtype of $x$ before the norm.
+    Each direction is one pass over memory. The backward adds the gradient of $s$ from after this norm to that through
+    the norm. It keeps only $s$. Without a branch, $s$ is $x$ itself. Use it as the residual after the norm. Then both
+    of its gradients are added in the same pass. Accumulates in float32 (float64 for float64); $s$ is rounded to the
+    dtype of $x$ before the norm.
 
     Platforms and derivatives: as for [`ejkernel_eqx.CausalConv1d`][].
     """

@@ -66,9 +66,10 @@ class PagedAttention(PagedOperation):
 
         **Returns:**
 
-        `[..., N, H, V]` (`[..., N, H, R]` for a latent cache) in the dtype of `q`; with `return_lse` also `[..., N, H]` in float32: the natural
-        logarithm, including sinks, and `-inf` for a query that sees no key. Raises `ValueError` for invalid arguments, and
-        `UnsupportedError` if no platform, or not the requested one, supports the call.
+        `[..., N, H, V]` (`[..., N, H, R]` for a latent cache) in the dtype of `q`. With `return_lse` also `[..., N, H]`
+        in float32. It is the natural logarithm, including sinks, and `-inf` for a query that sees no key. Raises
+        `ValueError` for invalid arguments, and `UnsupportedError` if no platform, or not the requested one, supports
+        the call.
         """
         q = read_queries(q, cache, "N H D")
         return self._over_pages(q, cache, one_each(q, cache), Scoring(return_lse, sinks))

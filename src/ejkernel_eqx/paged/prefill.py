@@ -15,7 +15,8 @@ from .signature import Cache, Output, PackedInputs, Query, WithLse
 class PrefillPagedAttention(PagedOperation):
     r"""Attention of one chunk of prompt per sequence, its last tokens, on the keys and values in the pages of a cache.
 
-    Query $t$ of a sequence of $L$ tokens, $n_q$ of which are new, sits at position $i = L - n_q + t$ and sees the keys up to its own:
+    Of the $L$ tokens of a sequence, $n_q$ are new. Query $t$ is at position $i = L - n_q + t$ and sees the keys up to
+    its own:
 
     $$s_{tj} = \mathrm{cap}\!\left(\mathrm{scale}\; q_t \cdot k_j\right), \qquad
     o_t = \sum_{j = \max(0,\, i - w + 1)}^{i} \frac{e^{s_{tj}}}{\sum_l e^{s_{tl}} + \sum_m e^{\mathrm{sink}_{hm}}}\, v_j$$
@@ -72,9 +73,10 @@ class PrefillPagedAttention(PagedOperation):
 
         **Returns:**
 
-        `[..., T, H, V]` (`[..., T, H, R]` for a latent cache) in the dtype of `q`; with `return_lse` also `[..., T, H]` in float32: the natural
-        logarithm, including sinks, and `-inf` for a query that sees no key. Padding tokens, which belong to no sequence, return 0 and
-        `-inf`. Raises `ValueError` for invalid arguments, and `UnsupportedError` if no platform, or not the requested one, supports the call.
+        `[..., T, H, V]` (`[..., T, H, R]` for a latent cache) in the dtype of `q`. With `return_lse` also `[..., T, H]`
+        in float32. It is the natural logarithm, including sinks, and `-inf` for a query that sees no key. Padding
+        tokens, which belong to no sequence, return 0 and `-inf`. Raises `ValueError` for invalid arguments, and
+        `UnsupportedError` if no platform, or not the requested one, supports the call.
         """
         q = read_queries(q, cache, "T H D")
         tokens = packed(q, cache, query_start_loc, max_query_len)

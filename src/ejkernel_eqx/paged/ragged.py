@@ -17,7 +17,8 @@ from .signature import C, Cache, Output, Query, RaggedInputs, WithLse
 class RaggedPagedAttention(PagedOperation):
     r"""Attention of each sequence's new tokens, one (decoding) or many (a chunk of a prompt), on the keys and values in the pages of a cache.
 
-    Query $t$ of a sequence of $L$ tokens, $n_q$ of which are new, sits at position $i = L - n_q + t$ and sees the keys up to its own:
+    Of the $L$ tokens of a sequence, $n_q$ are new. Query $t$ is at position $i = L - n_q + t$ and sees the keys up to
+    its own:
 
     $$s_{tj} = \mathrm{cap}\!\left(\mathrm{scale}\; q_t \cdot k_j\right), \qquad
     o_t = \sum_{j = \max(0,\, i - w + 1)}^{i} \frac{e^{s_{tj}}}{\sum_l e^{s_{tl}} + \sum_m e^{\mathrm{sink}_{hm}}}\, v_j$$
@@ -126,11 +127,12 @@ class RaggedPagedAttention(PagedOperation):
 
         - `q` `[..., T, H, D]`, `cache`, `query_start_loc` `[N + 1]`, `max_query_len`, `sinks` `[H]` or `[H, n]`, `return_lse`: as in
             [`ejkernel_eqx.PrefillPagedAttention`][]. With `append`, there are no leading axes, and the new tokens must not be written yet.
-        - `k`, `v`: only with `append`, `[T, K, D]` and `[T, K, V]`; for a latent cache the latents `[T, R]` and the rotary keys `[T, Dr]`.
-            They are written to the slots that the tables assign. Tokens without a page or a sequence are not written.
-        - `window`: a sliding window as a value instead of the constructor's `sliding_window`: an integer, negative for no window. It may be
-            traced. Inside `jit`, a chunk of several new tokens then reads the keys separately for each of them; there is no extra cost with
-            one new token per sequence.
+        - `k`, `v`: only with `append`, `[T, K, D]` and `[T, K, V]`. For a latent cache they are the latents `[T, R]`
+            and the rotary keys `[T, Dr]`. They are written to the slots that the tables assign. Tokens without a page
+            or a sequence are not written.
+        - `window`: a sliding window as a value instead of the constructor's `sliding_window`: an integer, negative for
+            no window. It may be traced. Inside `jit`, a chunk of several new tokens then reads the keys separately for
+            each of them. One new token per sequence costs nothing more.
 
         **Returns:**
 

@@ -94,9 +94,9 @@ class RaggedDecodeAttention(PagedOperation):
 
         **Returns:**
 
-        `[..., H, V]` in the dtype of `q`; with `return_lse` also `[..., H]` in float32: the natural logarithm, including sinks, and `-inf` for
-        a row that sees no key. Raises `ValueError` for invalid arguments, and `UnsupportedError` if no platform, or not the requested
-        one, supports the call.
+        `[..., H, V]` in the dtype of `q`. With `return_lse` also `[..., H]` in float32. It is the natural logarithm,
+        including sinks, and `-inf` for a row that sees no key. Raises `ValueError` for invalid arguments, and
+        `UnsupportedError` if no platform, or not the requested one, supports the call.
         """
         arrays, spec = resolve_dense(q, k, v, start, end, self.options, Scoring(return_lse, sinks))
         results = finish(self.plan, arrays, spec)

@@ -16,7 +16,8 @@ class UnifiedAttention(PagedOperation):
     r"""Attention of each sequence's new tokens, few or many, on the keys and values in the pages of a cache, with ALiBi and a bias between new
     tokens.
 
-    Query $t$ of a sequence of $L$ tokens, $n_q$ of which are new, sits at position $i = L - n_q + t$ and sees the keys $j \le i$ of the window:
+    Of the $L$ tokens of a sequence, $n_q$ are new. Query $t$ is at position $i = L - n_q + t$ and sees the keys $j \le
+    i$ of the window:
 
     $$s_{tj} = \mathrm{cap}\!\left(\mathrm{scale}\; q_t \cdot k_j\right) + m_h (j - i) + B_{t,\, j - (L - n_q)}$$
 

@@ -21,8 +21,8 @@ def refuse_partly_manual() -> None:
     left = [name for name in mesh.axis_names if name not in mesh.manual_axes and mesh.shape[name] > 1]
     if left:
         raise ValueError(
-            f"shard_map: expected all axes of the mesh to be manual around a kernel that the compiler cannot split, received {left} left to the "
-            "compiler, which would gather every operand; add them to axis_names, or use platform='xla'."
+            f"shard_map: expected all axes of the mesh to be manual around this kernel, received {left} left to the compiler. It cannot split "
+            "the kernel and would gather every operand; add the axes to axis_names, or use platform='xla'."
         )
 
 
@@ -33,8 +33,8 @@ def refuse_automatic() -> None:
     left = [name for name in mesh.auto_axes if mesh.shape[name] > 1]
     if left:
         raise ValueError(
-            f"mesh: expected explicit axes around a Pallas kernel on TPU, received {left} whose shardings the compiler determines, which it cannot "
-            "do for such kernels; make the mesh with axis_types=AxisType.Explicit, call the layer inside jax.shard_map, or use platform='xla'."
+            f"mesh: expected explicit axes around a Pallas kernel on TPU, received the automatic axes {left}. The compiler cannot split such a "
+            "kernel; make the mesh with axis_types=AxisType.Explicit, call the layer inside jax.shard_map, or use platform='xla'."
         )
 
 

@@ -115,7 +115,7 @@ def arrays_of(
 def _check_packed(options: Options, has_offsets: bool, has_ids: bool) -> None:
     if options.num_segments is not None and not has_ids:
         raise ValueError(
-            f"segment_ids: expected ids, of which num_segments={options.num_segments} is the number, received None; "
+            f"segment_ids: expected ids for num_segments={options.num_segments}, received None; "
             "without ids, leave num_segments out."
         )
     if options.max_chunks is not None and not (has_offsets or has_ids):
@@ -165,7 +165,7 @@ def _ids(options: Options, segment_ids: Any, shape: tuple[int, ...]) -> tuple[Ar
         values = known(segment_ids)
         if values is None:
             raise ValueError(
-                "num_segments: expected the number of segments, as the ids are traced and it is a size of the result, received None; "
+                "num_segments: expected the number of segments, a size of the result, because the ids are traced; received None; "
                 "pass MeanPooling(num_segments=...)."
             )
         # All ids may be padding, which leaves no segment.

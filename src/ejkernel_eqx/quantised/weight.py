@@ -27,7 +27,8 @@ class QuantizedWeight(eqx.Module):
     `shape`, `ndim` and `dtype` are those of the array it stands for. `weight @ x`, `x @ weight`, `weight.T`, `weight[i]` along leading axes or
     rows, and `weight.astype(dtype)`, which gives an array, work. Leading axes may be mapped by `jax.vmap` or scanned over.
 
-    - `codes`: uint8, `[..., out, in]`; with 4 bits `[..., out, in / 2]`, two in a byte along the input, the even one in the low half.
+    - `codes`: uint8, `[..., out, in]`. With 4 bits it is `[..., out, in / 2]`: a byte has two codes along the input,
+        the even one in the low half.
     - `scales`: unsigned integers of the bits of a scale, `[..., ceil(out / rows), ceil(in / columns)]`.
     - `zeros`: uint8 of the shape of `scales`, or `None`.
     - `tensor_scale`: uint32 bits of a float32, `[...]`, or `None`.

@@ -20,12 +20,13 @@ class GatedLinearAttention(Recurrence):
 
     $$S_t = \mathrm{diag}(e^{g_t})\, S_{t-1} + k_t v_t^\top, \qquad o_t = \mathrm{scale}\; S_t^\top q_t$$
 
-    with a log-decay $g_t \le 0$ for every key channel. Output head $r$ reads head $\lfloor r / (R / n) \rfloor$ of an operand with
-    $n$ heads, where $R$ is the largest head count; the state has the largest head count of `k`, `v`, `g`.
+    with a log-decay $g_t \le 0$ for every key channel. Let $R$ be the largest head count. Output head $r$ reads head
+    $\lfloor r / (R / n) \rfloor$ of an operand with $n$ heads. The state has the largest head count of `k`, `v`, `g`.
 
-    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`, the default on TPU), and on TPU, by name or where it has been measured to be
-    faster, Pallas (`"pallas"`, `"pallas-interpret"`; steps are XLA's). Differentiable in reverse mode in every float argument and through
-    both results; `platform="xla"` also supports forward mode and second derivatives.
+    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`, the default on TPU), Pallas on TPU (`"pallas"`,
+    `"pallas-interpret"`; steps are XLA's). Pallas runs if it is requested by name, or where it has been measured to be
+    faster. Differentiable in reverse mode in every float argument and through both results; `platform="xla"` also
+    supports forward mode and second derivatives.
 
     Source: Yang et al., *Gated Linear Attention Transformers with Hardware-Efficient Training* (2023), section 4.
     """
@@ -85,9 +86,9 @@ class GatedLinearAttention(Recurrence):
         - `cu_seqlens`: offsets `[N + 1]` of packed sequences (without leading axes); the output of tokens past the last offset is 0.
         - `segment_ids`: `[..., T]`; a new segment starts where the id changes. Negative ids are padding: the state is unchanged and the output
             is 0. The initial state enters the row's first segment; the final state is that of the last segment.
-        - `state_indices`: ints, one per packed sequence or per row `[B]`. `initial_state` is then a pool `[slots, H, D, V]`: each sequence reads
-            its initial state from its slot and writes its final state there, and the whole pool is returned. -1 starts from zero and
-            stores nothing. Slots must be distinct.
+        - `state_indices`: ints, one per packed sequence or per row `[B]`. `initial_state` is then a pool `[slots, H, D,
+            V]`. Each sequence reads its initial state from its slot and writes its final state there. The whole pool is
+            returned. -1 starts from zero and stores nothing. Slots must be distinct.
 
         **Returns:**
 

@@ -17,11 +17,11 @@ class KernelDeltaAttention(GatedDelta):
     - `gate="log"`: $g = r \le 0$; `"softplus"`: $g = -e^{A} \log(1 + e^{r + \mathrm{bias}})$; `"bounded"`:
       $g = \mathrm{lower\_bound} \cdot \sigma(e^{A} (r + \mathrm{bias}))$, with $A$ = `A_log` and bias = `dt_bias`;
     - `use_qk_l2norm`: $q$ and $k$ are divided by $\sqrt{\sum x^2 + 10^{-6}}$;
-    - `beta_sigmoid`: $\beta = \sigma(b)$; `allow_neg_eigval` doubles $\beta$, so that the eigenvalues of
-      $I - \beta k k^\top$ lie in $[-1, 1]$ for keys of norm 1.
+    - `beta_sigmoid`: $\beta = \sigma(b)$. `allow_neg_eigval` doubles $\beta$, so that the eigenvalues of $I - \beta k
+        k^\top$ lie in $[-1, 1]$ for keys of norm 1.
 
-    Output head $r$ reads head $\lfloor r / (R / n) \rfloor$ of an operand with $n$ heads, where $R$ is the largest head count; the state has
-    the largest head count of `k`, `v`, `g`, `beta`.
+    Let $R$ be the largest head count. Output head $r$ reads head $\lfloor r / (R / n) \rfloor$ of an operand with $n$
+    heads. The state has the largest head count of `k`, `v`, `g`, `beta`.
 
     Platforms and derivatives: as for [`ejkernel_eqx.GatedLinearAttention`][].
 

@@ -72,9 +72,9 @@ class LightningAttention(Recurrence):
 
     $$S_t = e^{-\mathrm{slope}_h} S_{t-1} + k_t v_t^\top, \qquad o_t = \mathrm{scale}\; S_t^\top q_t$$
 
-    with the slopes of [`ejkernel_eqx.lightning_slopes`][], one for each of the $H$ heads, where $H$ is the largest head count of
-    `q`, `k`, `v`; or with slopes passed with each call. Heads are shared as in [`ejkernel_eqx.GatedLinearAttention`][]; the state has
-    the largest head count of the slopes, `k` and `v`.
+    with the slopes of [`ejkernel_eqx.lightning_slopes`][], or with slopes passed with each call. Each of the $H$ heads
+    has one, where $H$ is the largest head count of `q`, `k`, `v`. Heads are shared as in
+    [`ejkernel_eqx.GatedLinearAttention`][]; the state has the largest head count of the slopes, `k` and `v`.
 
     Platforms and derivatives: as for [`ejkernel_eqx.GatedLinearAttention`][].
 

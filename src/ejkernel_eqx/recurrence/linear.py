@@ -28,13 +28,15 @@ class LinearAttention(Recurrence):
 
     $$S_t = \alpha_t \odot S_{t-1} + k_t v_t^\top, \qquad o_t = \mathrm{scale}\; S_t^\top q_t$$
 
-    where $\alpha_t$ is 1, or the exponential of the log-decay that is given: `g_gamma` (one per head), `g` (one per head and token), `gk`
-    (one per key channel and token; `g` and `gk` together are added first), or `gv` (one per value channel and token). With `normalize`
+    where $\alpha_t$ is 1, or the exponential of the log-decay that is given: `g_gamma` (one per head), `g` (one per
+    head and token), `gk` (one per key channel and token), or `gv` (one per value channel and token). If both `g` and
+    `gk` are given, they are added first. With `normalize`
 
     $$z_t = z_{t-1} + k_t, \qquad o_t = \frac{\mathrm{scale}\; S_t^\top q_t}{\mathrm{scale}\; z_t \cdot q_t + 10^{-10}},$$
 
-    without a decay, and every state is a pair `(S, z)`. Output head $r$ reads head $\lfloor r / (R / n) \rfloor$ of an operand with $n$
-    heads, where $R$ is the largest head count; the state has the largest head count of `k`, `v` and the decay, $z$ that of `k`.
+    without a decay, and every state is a pair `(S, z)`. Let $R$ be the largest head count. Output head $r$ reads head
+    $\lfloor r / (R / n) \rfloor$ of an operand with $n$ heads. The state has the largest head count of `k`, `v` and the
+    decay, $z$ that of `k`.
 
     Platforms and derivatives: as for [`ejkernel_eqx.GatedLinearAttention`][]; Triton and Pallas do not support `gv`.
 
@@ -141,7 +143,7 @@ class LinearAttention(Recurrence):
         q, k, v = frame.qkv(q, k, v)
         if self.normalize and kind != NONE:
             raise ValueError(
-                "normalize: expected no decay with normalize=True, received one; drop either, as decayed weights have no meaningful sum."
+                "normalize: expected no decay with normalize=True, received one; the sum of decayed weights normalises nothing, so drop either."
             )
         if self.normalize and frame.dtype == jnp.float16:
             # Sums over thousands of tokens exceed the largest float16 before the division.

@@ -14,8 +14,9 @@ from .embedding import RotaryEmbedding
 
 
 class RotaryChoice(Module):
-    """One of several rotary embeddings, chosen by an integer that may be traced, to scan over stacked layers with different rotations,
-    such as those of Gemma 3 with and without a window. The integer is an untrained array leaf.
+    """One of several rotary embeddings, chosen by an integer that may be traced. So a scan can run over stacked layers
+    with different rotations, such as those of Gemma 3 with and without a window. The integer is an untrained array
+    leaf.
 
     ```python
     ropes = [RotaryEmbedding.from_config(config, layer_type=kind) for kind in ("full_attention", "sliding_attention")]

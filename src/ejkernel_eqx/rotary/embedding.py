@@ -62,8 +62,8 @@ class RotaryEmbedding(Module):
         - `head_dim`: features per head, `D`.
         - `theta`: base of the frequencies; default 10000.
         - `rotary_dim`: number of leading features to rotate; the others are unchanged. Default all.
-        - `interleaved`: pairs are `(2i, 2i + 1)` (GPT-J, weights of DeepSeek); by default they are
-            `(i, i + rotary_dim / 2)` (GPT-NeoX, and Llama as published on Hugging Face).
+        - `interleaved`: pairs are `(2i, 2i + 1)`, as in GPT-J and weights of DeepSeek. By default they are `(i, i +
+            rotary_dim / 2)`, as in GPT-NeoX and in Llama on Hugging Face.
         - `scaling`: `LinearScaling`, `DynamicScaling`, `YarnScaling`, `LongRopeScaling`, `Llama3Scaling` or `ProportionalScaling`; or
             the dict `rope_scaling` of a published configuration, with its `rope_type` (or `type`). Its values `rope_theta`,
             `partial_rotary_factor`, `mrope_section` and `mrope_interleaved` are the defaults of the arguments here.
@@ -155,8 +155,8 @@ class RotaryEmbedding(Module):
         """**Arguments:**
 
         - `x`: queries or keys `[..., T, H, D]` with any number of leading axes.
-        - `positions`: integers that broadcast to `[..., T]`, or with `mrope_section` to `[axes, ..., T]` (`[T]` then means equal positions
-            along all axes, as for text); default `offset + arange(T)`.
+        - `positions`: integers that broadcast to `[..., T]`, or with `mrope_section` to `[axes, ..., T]`. There `[T]`
+            means equal positions along all axes, as for text. The default is `offset + arange(T)`.
         - `offset`: position of the first token, an integer or an integer array `[...]` with one per row.
         - `lengths`: current length of the sequence of each token, integers that broadcast to `[..., T]`; only used by `DynamicScaling` and
             `LongRopeScaling`. Default: the last position of each row plus one.

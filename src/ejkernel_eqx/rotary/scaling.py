@@ -106,8 +106,9 @@ class Llama3Scaling:
 class YarnScaling:
     r"""YaRN (Peng et al. 2023, arXiv:2309.00071), as in DeepSeek-V3 and GPT-OSS.
 
-    Frequencies with more than `beta_fast` rotations over the original context are kept, those with fewer than `beta_slow` are divided by
-    `factor`, with a linear ramp over the index in between. Cosine and sine are multiplied by the attention factor.
+    Frequencies with more than `beta_fast` rotations over the original context are kept. Those with fewer than
+    `beta_slow` are divided by `factor`. In between there is a linear ramp over the index. Cosine and sine are
+    multiplied by the attention factor.
 
     **Arguments:**
 

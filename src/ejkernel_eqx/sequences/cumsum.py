@@ -22,8 +22,9 @@ def chunk_local_cumsum(
 ) -> Float[Array, "..."]:
     r"""Cumulative sums from the beginning of each chunk: $y_t = \sum_{s = b(t)}^{t} x_s$, where $b(t)$ is the first token of $t$'s chunk.
 
-    With `reverse`, sums to its end: $y_t = \sum_{s=t}^{e(t)} x_s$, where $e(t)$ is the chunk's last token. Either way, chunks are counted
-    from the beginning of each sequence and never extend into the next; the last chunk of a sequence may be short.
+    With `reverse`, sums to its end: $y_t = \sum_{s=t}^{e(t)} x_s$, where $e(t)$ is the chunk's last token. Either way,
+    chunks are counted from the beginning of each sequence and never extend into the next. The last chunk of a sequence
+    may be short.
 
     **Arguments:**
 

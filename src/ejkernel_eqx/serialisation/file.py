@@ -84,13 +84,14 @@ def save(
     **Arguments:**
 
     - `path`: the file; no suffix is added.
-    - `model`: any pytree. Arrays (of any dtype, including bfloat16, float8 and int4; sharded ones are gathered one at a time), random
-        keys, and Python or NumPy scalars are saved. Everything else, such as static fields and functions, comes from `like` when
-        loading. Kernel plans are static fields.
+    - `model`: any pytree. It saves arrays of any dtype (including bfloat16, float8 and int4), random keys, and Python
+        or NumPy scalars. Sharded arrays are gathered one at a time. Everything else, such as static fields and
+        functions, comes from `like` when loading. Kernel plans are static fields.
     - `hyperparameters`: the arguments needed to rebuild the model. They must survive a round trip through JSON, in which tuples become
         lists. [`ejkernel_eqx.load`][] passes them to `like` as keyword arguments.
-    - `configs`: also save the tuned configurations of the model's kernels (`ejx.tune`, `tune_for=`) with the devices they are valid for,
-        so that the file carries them to other machines. Configurations given explicitly (`config=`, an overlay) are not saved.
+    - `configs`: also save the tuned configurations of the model's kernels (`ejx.tune`, `tune_for=`), with the devices
+        that they are valid for. The file carries them to other machines. Configurations given explicitly (`config=`, an
+        overlay) are not saved.
 
     **Raises:**
 
@@ -148,8 +149,9 @@ def load(
 
     **Raises:**
 
-    `CheckpointError`, a `ValueError` that names the file, if `save` did not write it, it is truncated or altered, it comes from a newer
-    version, or it does not fit `like`; in the last case it names the first leaf or the hyperparameters that differ.
+    `CheckpointError`, a `ValueError` that names the file, if `save` did not write it, it is truncated or altered, it
+    comes from a newer version, or it does not fit `like`. In the last case the error names the first leaf or the
+    hyperparameters that differ.
     """
     path = os.fspath(path)
     dtype = None if dtype is None else _override(dtype)
@@ -185,9 +187,9 @@ def info(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     **Returns:**
 
-    A dictionary with the entries `format`, `schema`, `hyperparameters` and `leaves`, the last a list of dictionaries
-    with `path`, `kind` and, for arrays, `dtype` and `shape`; `modules`, by path the hyperparameters of every module, in a file of this
-    version or a later one; and `configs` in a file that was saved with them.
+    A dictionary with the entries `format`, `schema`, `hyperparameters` and `leaves`. The last is a list of dictionaries
+    with `path`, `kind` and, for arrays, `dtype` and `shape`. A file of this version or a later one also has `modules`:
+    by path, the hyperparameters of every module. A file that was saved with them also has `configs`.
 
     **Raises:**
 

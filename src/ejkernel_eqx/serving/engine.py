@@ -49,19 +49,21 @@ class Engine:
     front of the queue. Its tokens are kept and recomputed later, which does not change its output. When a request ends or is cancelled, its pages
     and slots are freed immediately.
 
-    **The prefix cache.** Tokens at the beginning of a request that an earlier one had too are not computed again, up to the last full page: freed
-    pages keep their content until they are needed, the ones left first go first. A request whose first tokens another one computes at the
-    moment waits for these. For recurrent layers the state at the end of a page is kept, a checkpoint: where a step ends with a page of a prompt,
-    behind its last full page, and where two prompts part. Models whose attention layers all have sliding windows have no prefix cache. Nothing is
-    shared between engines, or kept when `engine.model` is set.
+    **The prefix cache.** If a request begins with the tokens of an earlier one, these tokens are not computed again, up
+    to the last full page. Freed pages keep their content until they are needed. Those that were freed first go first. A
+    request whose first tokens another one computes at the moment waits for these. For recurrent layers the state at the
+    end of some pages is kept, as a checkpoint: where a step ends with a page of a prompt, after the prompt's last full
+    page, and where two prompts part. Models whose attention layers all have sliding windows have no prefix cache.
+    Nothing is shared between engines, or kept when `engine.model` is set.
 
     A step starts while the device still runs the one before, whose tokens stay on the device. The host learns them one step late: a text that ends
     with a stop token is in one more step, whose result is dropped.
 
-    **Speculative decoding.** With `speculate`, a step without prompts verifies drafts of each request that is not drawn: what followed
-    the last place in its own tokens with the same end. The request gets those that are what the model chooses, and one more token. They are the
-    tokens without speculation. The drafts share what the decoding sequences leave of `step_tokens`, and take no pages from other
-    requests. A step is not started early if its requests have drafts, or the one before had. `drafts_offered` and `drafts_accepted` count.
+    **Speculative decoding.** With `speculate`, a step without prompts verifies drafts of each request that is not
+    drawn. A draft is what followed the last place in the request's own tokens with the same end. The request gets those
+    that are what the model chooses, and one more token. They are the tokens without speculation. The drafts share what
+    the decoding sequences leave of `step_tokens`, and take no pages from other requests. A step is not started early if
+    its requests have drafts, or the one before had. `drafts_offered` and `drafts_accepted` count.
 
     Batches are padded to the sizes of three `programs`: prompts, and decoding with and without drawn tokens; with `speculate`, of two more, for steps
     with drafts. Each is compiled once, on first use or by `warm_up`; `compiled` counts the compilations.

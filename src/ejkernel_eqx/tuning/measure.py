@@ -169,8 +169,8 @@ def benchmark(
     - `samples`: number of samples.
     - `sample_ms`: duration of a sample in milliseconds.
     - `jit`: whether to compile the call; `False` times it as is, including Python's overhead.
-    - `input_sets`: further tuples to use instead of `args`, of the same shapes, which launches rotate through so that none finds its
-        inputs in the cache.
+    - `input_sets`: further tuples to use instead of `args`, of the same shapes. Launches rotate through them, so that
+        none finds its inputs in the cache.
 
     **Returns:**
 

@@ -40,10 +40,11 @@ def tune(
     model = ejx.tune(model, batch, call=lambda model, batch: loss(model, *batch))
     ```
 
-    The call is traced with shapes only. Every distinct problem in it is tuned once, forward and backward together, unless a table already
-    contains it. Each candidate is checked against the reference, forward and backward, and the winner is written to the user's table,
-    where later processes find it. Explicit choices (`config=`, an overlay) are left unchanged. One line per tuned problem and a summary
-    are logged at level INFO; where that level is off, the summary goes to standard error beside the progress bar.
+    The call is traced with shapes only. Every distinct problem in it is tuned once, forward and backward together,
+    unless a table already contains it. Each candidate is checked against the reference, forward and backward, and the
+    winner is written to the user's table, where later processes find it. Explicit choices (`config=`, an overlay) are
+    left unchanged. One line per tuned problem and a summary are logged at level INFO. If that level is off, the summary
+    goes to standard error beside the progress bar.
 
     **Arguments:**
 
@@ -58,12 +59,13 @@ def tune(
 
     **Returns:**
 
-    The model; with `others`, the tuple `(model, others)`. Arrays are unchanged. With several processes (`jax.process_count() > 1`) every
-    process must make this call: process 0 tunes, all receive its table, and all verify that they will run the same configurations.
+    The model; with `others`, the tuple `(model, others)`. Arrays are unchanged. With several processes
+    (`jax.process_count() > 1`) every process must make this call. Process 0 tunes, all receive its table, and all
+    verify that they will run the same configurations.
 
-    Raises `TuningError` under the policy `"heuristic"`, inside `jit` or another staged transformation, if no configuration of a kernel
-    passes its check, or if another process fails; and `ValueError` for a `model` that is not callable, without `call`. Exceptions of the
-    call itself propagate.
+    Raises `TuningError` under the policy `"heuristic"`, inside `jit` or another staged transformation, if no
+    configuration of a kernel passes its check, or if another process fails. Raises `ValueError` for a `model` that is
+    not callable, without `call`. Exceptions of the call itself propagate.
     """
     with taking_part("ejx.tune") as together:
         function = _call_of(model, call)

@@ -85,8 +85,8 @@ def with_config(model: Any, configs: Mapping[str, Any], *others: Any) -> Any:
     **Arguments:**
 
     - `model`: any pytree that contains kernels.
-    - `configs`: maps kernel paths, as shown by `ejx.explain(model)`, or names of operations (for all their kernels that are not listed by
-        path) to configurations; `None` removes a fixed configuration.
+    - `configs`: maps kernel paths, as shown by `ejx.explain(model)`, to configurations. A name of an operation stands
+        for all its kernels that are not listed by path. `None` removes a fixed configuration.
     - `others`: pytrees with copies of the model, such as the state of an optimiser, to be changed in the same way.
 
     **Returns:**

@@ -77,10 +77,11 @@ def _width(name: str) -> int:
 def device_peaks(device: DeviceFacts, dtype: str) -> Peaks | None:
     """The peaks of a device for matrix products in `dtype`; `None` if neither documents nor the driver state them. Nothing is timed.
 
-    NVIDIA GPUs: clock, multiprocessors and memory bus as reported by the driver, times the documented operations of the dense tensor
-    cores per clock. This is the peak at the highest clock of the device, which may exceed the data sheet's (H200: 1980 MHz and 1070
-    TFLOP/s in bfloat16, against 1830 MHz and 989) and is not sustained under load. TPUs: Google's documents, per JAX device.
-    float32 means the accuracy of float32: three passes in tf32, or the float32 units if they are faster; on TPUs, six passes in bfloat16.
+    NVIDIA GPUs: clock, multiprocessors and memory bus as reported by the driver, times the documented operations of the
+    dense tensor cores per clock. This is the peak at the highest clock of the device. It may exceed the data sheet's
+    (H200: 1980 MHz and 1070 TFLOP/s in bfloat16, against 1830 MHz and 989). It is not sustained under load. TPUs:
+    Google's documents, per JAX device. float32 means the accuracy of float32: three passes in tf32, or the float32
+    units if they are faster; on TPUs, six passes in bfloat16.
     """
     if device.backend is Backend.TPU:
         return _tpu_peaks(device.kind, dtype)

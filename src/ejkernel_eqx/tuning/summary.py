@@ -59,7 +59,7 @@ class Summary:
         return dataclasses.asdict(self) | {"speed_ups": dict(self.speed_ups), "kept": list(self.kept)}
 
     def tell(self, name: str, shown: bool) -> None:
-        """Logs it; where nobody hears the log, and progress is `shown`, prints it there."""
+        """Logs it. If the log is not shown and progress is `shown`, prints it there."""
         first, *others = self.lines()
         text = "\n".join([f"{name}: {first}", *(f"  {line}" for line in others)])
         if _LOG.isEnabledFor(logging.INFO):

@@ -68,8 +68,9 @@ def tune_problem(
 
     A `TuningResult`, which is also stored in the user's table.
 
-    **Raises:** `TuningError` inside a staged trace, for an implementation without a workload, if no candidate may be used, if one takes too
-    long in this process, and if another process tunes for too long; `ValueError` for `configs` of another class.
+    **Raises:** `TuningError` inside a staged trace, for an implementation without a workload, if no candidate may be
+    used, if one takes too long in this process, and if another process tunes for too long. `ValueError` for `configs`
+    of another class.
     """
     refuse_trace("tuning")
     device, options = device or device_facts(), options or current_options()

@@ -117,8 +117,8 @@ def _head_by_head(layer: Any, weights: Weights) -> _Split:
     if layer.num_kv_heads != heads or layer.output_gate:
         raise CheckpointError(
             f"{weights.prefix + 'query_key_value.weight'!r}: expected a layer with as many key and value heads as query heads and without an "
-            f"output gate, as GPT-NeoX, received num_heads={heads}, num_kv_heads={layer.num_kv_heads}; models that share keys under this "
-            "name (Falcon) order the rows otherwise: give them as q_proj, k_proj and v_proj."
+            f"output gate, as GPT-NeoX, received num_heads={heads}, num_kv_heads={layer.num_kv_heads}. Models that share keys (Falcon) order the "
+            "rows of this array in another way; split them into q_proj, k_proj and v_proj."
         )
 
     def split(rows: Any) -> list[Any]:

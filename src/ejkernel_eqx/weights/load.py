@@ -28,15 +28,16 @@ def load_published(
 ) -> M:
     """A layer or a model with published weights: those of its fields' names, and the forms that other code publishes the same layer in.
 
-    Every array of floats has to be there, with its shape, and nothing may be left over: a layer built without the norms, sinks or biases of the
-    published one is refused rather than filled in part.
+    Every array of floats has to be there, with its shape, and nothing may be left over. So a layer that was built
+    without the norms, sinks or biases of the published one is refused, not filled in part.
 
     **Arguments:**
 
     - `like`: a layer or any pytree of layers, for example from `from_config`. Its values are not used: `equinox.filter_eval_shape` builds it
         without memory. Integer arrays in it stay as they are.
-    - `state_dict`: a dictionary of arrays of NumPy, JAX or PyTorch, the path of a `.safetensors` file, of the index of a sharded one
-        (`model.safetensors.index.json`), or of a folder with either. Files are read one array at a time.
+    - `state_dict`: a dictionary of arrays of NumPy, JAX or PyTorch, or a path. The path is that of a `.safetensors`
+        file, of the index of a sharded one (`model.safetensors.index.json`), or of a folder with either. Files are read
+        one array at a time.
     - `prefix`: what stands before the names of this layer, `"model.layers.0.self_attn"`, with or without the last dot.
     - `unit_offset_norms`: whether the model multiplies by `1 + weight` in its RMS norms (Gemma, Qwen3-Next): one is added. Gated norms
         (`GatedRMSNorm`) are never published so.
@@ -46,8 +47,9 @@ def load_published(
 
     **Returns:** a module like `like`, filled. An array whose counterpart was placed explicitly (sharded, say) is placed the same way.
 
-    **Raises:** `CheckpointError`, which is a `ValueError`: names that are missing or left over, similar names beside them; another shape than
-    that of the layer, and whether it is the transpose; a damaged file.
+    **Raises:** `CheckpointError`, which is a `ValueError`, if names are missing or left over, a shape differs from that
+    of the layer, or a file is damaged. It lists similar names beside the missing ones, and says whether a shape is the
+    transpose.
     """
     _check(prefix, unit_offset_norms, ignore)
     like = like if dtype is None else _as_dtype(like, dtype)

@@ -32,8 +32,8 @@ class _Ledger:
 class Weights:
     """Published arrays by name, seen from a layer: names are relative to `prefix`.
 
-    A module that publishes its weights under other names than its fields has a method `_published(self, weights)`, which takes what it needs and
-    returns the module filled.
+    A module whose published names differ from its fields has a method `_published(self, weights)`. The method takes
+    what it needs and returns the filled module.
 
     - `prefix`: what stands before the names, empty or with a dot at the end.
     - `unit_offset_norms`: whether RMS norms are published as `weight - 1` (Gemma, Qwen3-Next).
@@ -79,8 +79,8 @@ class Weights:
         return self._ledger.source.shape(self.prefix + name)
 
     def take(self, name: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        """The array of exactly this shape, as `dtype`. One that is not there is noted, for `check` to name, and zeros stand for it; one of another
-        shape, or not of floats, is refused."""
+        """The array of exactly this shape, as `dtype`. A missing array is noted for `check` to name, and zeros stand
+        for it. An array of another shape, or not of floats, is refused."""
         full = self.prefix + name
         if full not in self._ledger.names:
             self._note_missing(full, math.prod(shape))

@@ -1,8 +1,9 @@
 """The exact lowering of a `Mask`: what kernels take, and only of the rest an array of all pairs.
 
-Conditions of a mask become, in this order: functions that are known while tracing, as one pattern (`pattern`); windows, chunks, prefixes,
-lengths and packed sequences, as a static window or a range of keys for each query (`row_ranges`); one pair of segment ids; a map of blocks;
-and whatever is left, an array of all pairs (`dense`).
+Each condition of a mask takes the first of these forms that fits. Functions that are known while tracing become one
+pattern (`pattern`). Windows, chunks, prefixes, lengths and packed sequences become a static window or a range of keys
+for each query (`row_ranges`). Segment ids become one pair of arrays. Blocks stay a map of blocks. Whatever is left
+becomes an array of all pairs (`dense`).
 """
 
 import dataclasses

@@ -29,17 +29,24 @@ class Mask(Module):
     r"""A set of visible (query, key) pairs: the intersection of all given conditions.
 
     Query $i$ is at position $p_i = \text{offset} + i$ among the keys. Key $j$ is visible to it iff all given conditions
-    hold: $j \le p_i$ (causal); $p_i - \text{left} \le j \le p_i + \text{right}$ (window);
-    $\lfloor j / c \rfloor = \lfloor p_i / c \rfloor$ (chunked); $j \le p_i$ or $j < \text{prefix}$ (prefix);
-    $j \le p_i$ or both have the same non-zero type (token types);
-    both have the same, non-negative segment id; both lie within their row's lengths; both belong to the
-    same sequence of `cu_seqlens`; `dense` is true; a function, a map of blocks or a mask made with `|` or `~` says so.
+    hold:
 
-    Masks are immutable, usable inside `jit`, and combine with `&` (both), `|` (either) and `~` (not). Kernels skip whole tiles that
-    windows, ranges, segments, functions and maps of blocks hide. A union or complement of masks that hold arrays is a dense mask, except for
-    arrays that both parts of a union share: `(segments & a) | (segments & b)` is `segments & (a | b)`.
-    Window and chunk sizes may also be arrays, traced or one per batch row, for example to scan over layers with local and global windows;
-    they become a range of keys for each query. Build masks with the class methods and combine them:
+    - causal: $j \le p_i$
+    - window: $p_i - \text{left} \le j \le p_i + \text{right}$
+    - chunked: $\lfloor j / c \rfloor = \lfloor p_i / c \rfloor$
+    - prefix: $j \le p_i$ or $j < \text{prefix}$
+    - token types: $j \le p_i$, or both have the same non-zero type
+    - segments: both have the same, non-negative id
+    - lengths: both lie within their row's lengths
+    - `cu_seqlens`: both belong to the same sequence
+    - dense, a function, a map of blocks, a mask made with `|` or `~`: it is true there
+
+    Masks are immutable, usable inside `jit`, and combine with `&` (both), `|` (either) and `~` (not). Kernels skip
+    whole tiles that windows, ranges, segments, functions and maps of blocks hide. A union or complement of masks that
+    hold arrays is a dense mask. Arrays that both parts of a union share are an exception: `(segments & a) | (segments &
+    b)` is `segments & (a | b)`. Window and chunk sizes may also be arrays, traced or one per batch row. So a scan can
+    run over layers with local and global windows. Such a size becomes a range of keys for each query. Build masks with
+    the class methods and combine them:
 
     ```python
     mask = ejx.Mask.causal() & ejx.Mask.from_segments(ids)
@@ -102,10 +109,10 @@ class Mask(Module):
     def token_types(cls, type_ids: Any, kv_type_ids: Any | None = None, *, runs: bool = False) -> "Mask":
         """Causal, but tokens of the same non-zero type, `[..., T]` and `[..., S]`, also see each other ahead (images in text).
 
-        Type 0 is causal only. Any other id is a type, including negative ones: mask padding with `& Mask.from_segments(...)`.
-        With `runs`, a query sees ahead only while every key in between has its type, as in Gemma 3, where two separate images
-        do not see each other ahead. That is a range of keys and costs no more than a causal mask. Without `runs`, a type may
-        recur later, which requires a dense mask.
+        Type 0 is causal only. Any other id is a type, including negative ones: mask padding with `&
+        Mask.from_segments(...)`. With `runs`, a query sees ahead only while every key in between has its type. So a
+        separate, later image is not seen, as in Gemma 3. That is a range of keys and costs no more than a causal mask.
+        Without `runs`, a type may recur later, which requires a dense mask.
         """
         q_ids = jnp.asarray(type_ids)
         kv_ids = q_ids if kv_type_ids is None else jnp.asarray(kv_type_ids)
@@ -153,11 +160,11 @@ class Mask(Module):
     def from_function(cls, f: Callable[[Any, Any, Any], Any]) -> "Mask":
         """The pairs for which `f(head, query, key)` is true, as flex attention's `mask_mod`.
 
-        `f` is traced by JAX with three int32 scalars and returns one boolean; use `&`, `|`, `~` and `jnp.where` in it. `query` is the
-        query's position among the keys, so that `lambda h, q, k: k <= q` is a causal mask. Arrays that it closes over are compiled in; if
-        one is traced, the mask becomes dense. Kernels look at bounds of `f` over each tile first, and only at tiles that these leave open
-        pair by pair; each distinct partly visible tile is stored once, as bits. `f` is compared by identity: define it once, not in
-        every step. Source: He et al., *FlexAttention* (2024).
+        `f` is traced by JAX with three int32 scalars and returns one boolean; use `&`, `|`, `~` and `jnp.where` in it.
+        `query` is the query's position among the keys, so that `lambda h, q, k: k <= q` is a causal mask. Arrays that
+        it closes over are compiled in; if one is traced, the mask becomes dense. Bounds of `f` over each tile decide
+        most tiles. Only the others are evaluated pair by pair. Each distinct partly visible tile is stored once, as
+        bits. `f` is compared by identity: define it once, not in every step. Source: He et al., *FlexAttention* (2024).
         """
         if not callable(f):
             raise ValueError(f"f: expected a function of (head, query, key), received {type(f).__name__}.")
@@ -182,16 +189,17 @@ class Mask(Module):
 
     @classmethod
     def global_tokens(cls, count: int) -> "Mask":
-        """The first `count` tokens see all keys and are seen by all queries; combine it with others by `|`
-        (Longformer; Zaheer et al., *Big Bird*, 2020)."""
+        """The first `count` tokens see all keys, and all queries see them. Combine it with others by `|` (Longformer;
+        Zaheer et al., *Big Bird*, 2020)."""
         return cls(functions=(Global(whole_number("count", count, 0)),))
 
     @classmethod
     def from_blocks(cls, block_map: Any, block_size: int | tuple[int, int]) -> "Mask":
         """Blocks of `block_size` queries by keys (an int: as many of each) are visible as a whole or not at all.
 
-        `block_map`: booleans broadcastable to `[..., H, ceil(T / queries), ceil(S / keys)]`. A numpy array of up to three axes is compiled
-        in, and its lists of tiles are built once; a JAX array is data, from which lists are built on the device in every call.
+        `block_map`: booleans broadcastable to `[..., H, ceil(T / queries), ceil(S / keys)]`. A numpy array of up to
+        three axes is compiled in, and its lists of tiles are built once. A JAX array is data, and the device builds
+        lists from it in every call.
         """
         size = block_pair(block_size)
         if not isinstance(block_map, Array):
@@ -303,9 +311,9 @@ class Mask(Module):
         mask = jax.device_put(mask, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
         ```
 
-        Broadcast axes of size one stay whole, as do `cu_seqlens`, which have none of these axes. Under `jit` a split mask keeps
-        its meaning. Inside `shard_map` each device has only its part, while positions, lengths and offsets still count from the
-        beginning of the row: if `queries` or `keys` are split, pass each device its own `q_offset`.
+        Broadcast axes of size one stay whole, as do `cu_seqlens`, which have none of these axes. Under `jit` a split
+        mask keeps its meaning. Inside `shard_map` each device has only its part. Positions, lengths and offsets still
+        count from the beginning of the row. If `queries` or `keys` are split, pass each device its own `q_offset`.
 
         **Arguments:** each is a mesh axis, a tuple of mesh axes or `None` (whole). With several leading axes, `batch` is a
         `PartitionSpec`.

@@ -22,9 +22,10 @@ from .core import ATTEND_RING
 class RingAttention(Kernel):
     r"""Exact attention over a sequence whose tokens are split over the devices of a mesh axis, in memory of one device's tokens.
 
-    The mathematics, masks and gradients are those of [`ejkernel_eqx.FlashAttention`][], by positions in the whole sequence, and so are the kernels
-    that each device runs. In its **ring** form keys and values go round the devices, and while a device computes what its queries see of some,
-    the next ones arrive. With $(o_n, \mathrm{lse}_n)$ of the keys of device $n$
+    The mathematics, masks and gradients are those of [`ejkernel_eqx.FlashAttention`][], by positions in the whole
+    sequence, and so are the kernels that each device runs. In its **ring** form, keys and values go round the devices.
+    The next ones arrive while a device computes with those it has. With $(o_n, \mathrm{lse}_n)$ of the keys of device
+    $n$
 
     $$\mathrm{lse} = \log\Big(\sum_n e^{\mathrm{lse}_n} + e^{\mathrm{sink}}\Big), \qquad o = \sum_n e^{\mathrm{lse}_n - \mathrm{lse}}\, o_n$$
 
@@ -74,8 +75,8 @@ class RingAttention(Kernel):
 
         - `axis_name`: the mesh axis that the tokens are split over.
         - `causal`, `sliding_window`, `logits_soft_cap`, `softmax_scale`, `dropout_rate`: as in `FlashAttention`.
-        - `order`: `"contiguous"`: device $i$ of $n$ has the $i$-th part of the tokens; `"zigzag"`: of $2n$ parts, those numbered $i$ and
-            $2n - 1 - i$.
+        - `order`: with `"contiguous"`, device $i$ of $n$ has the $i$-th part of the tokens. With `"zigzag"` it has
+            parts $i$ and $2n - 1 - i$ of $2n$.
         - `method`: `"ring"`, `"all_to_all"`, or `None` to choose by shapes. All-to-all needs query heads that the devices divide, and key heads
             that divide or are divided by their number.
         - `deterministic`, `platform`, `config`: as in `FlashAttention`.
@@ -133,15 +134,17 @@ class RingAttention(Kernel):
         inference: bool | None = None,
         return_lse: bool = False,
     ) -> Float[Array, "*B T H V"] | tuple[Float[Array, "*B T H V"], Float[Array, "*B T H"]]:
-        """The arguments of [`ejkernel_eqx.FlashAttention`][]. Arrays by token are in the order of the tokens and, inside `shard_map`, are one
-        device's part; numbers of tokens and positions are those of the whole sequence in temporal order.
+        """The arguments of [`ejkernel_eqx.FlashAttention`][]. Arrays by token are in the order of the tokens. Inside
+        `shard_map` they are one device's part. Numbers of tokens and positions are those of the whole sequence in
+        temporal order.
 
         **Arguments:**
 
         - `q`, `k`, `v`: `[..., T, H, D]`, `[..., S, K, D]`, `[..., S, K, V]`; bf16, f16, f32 (f64 on XLA). The number of devices divides `T` and `S`,
             twice their number in zigzag order.
-        - `bias`, `mask`: a device has the rows of its own queries and all keys: inside `shard_map`, `[..., H, T, n S]` for `n` devices, each axis
-            broadcastable. `mask` may also be an [`ejkernel_eqx.Mask`][] of windows, chunks, prefixes, lengths, segments or packed sequences.
+        - `bias`, `mask`: a device has the rows of its own queries, and all keys. Inside `shard_map` that is `[..., H,
+            T, n S]` for `n` devices, each axis broadcastable. `mask` may also be an [`ejkernel_eqx.Mask`][] of windows,
+            chunks, prefixes, lengths, segments or packed sequences.
         - `segment_ids`, `kv_segment_ids`: `[..., T]`, `[..., S]`; tokens with equal, non-negative ids see each other.
         - `cu_seqlens`, `kv_cu_seqlens`: offsets `[N + 1]` of packed sequences in the whole sequence, the same on every device.
         - `q_lengths`, `kv_lengths`: number of real queries and keys in the whole sequence; the rest is padding and may hold NaN.
@@ -152,8 +155,9 @@ class RingAttention(Kernel):
 
         **Returns:**
 
-        `[..., T, H, V]` in the dtype of `q`, split as `q` is; with `return_lse` also `[..., T, H]` in float32. Raises `ValueError` for invalid
-        arguments: among them an axis that the mesh lacks, and tokens that do not divide; and `UnsupportedError` if no platform supports the call.
+        `[..., T, H, V]` in the dtype of `q`, split as `q` is; with `return_lse` also `[..., T, H]` in float32. Raises
+        `ValueError` for invalid arguments, such as an axis that the mesh lacks, or tokens that do not divide. Raises
+        `UnsupportedError` if no platform supports the call.
         """
         own = Mask(is_causal=self.causal, window=self.window)
         masking = MaskInputs(

@@ -35,8 +35,8 @@ class Matmul(Kernel):
     Norm, bias, activation and residual are optional. Sums are in float32 (float64 for float64), in a fixed order. Triton's kernel rounds the result
     once; XLA rounds the norm, each product and the result, as separate layers do.
 
-    It is for few rows, as in decoding, where the time is that of reading the weights: up to 64 rows are by default one launch of Triton's kernel on
-    GPUs, and more rows XLA's. Weights are `[out, in]`, as in `equinox.nn.Linear`.
+    It is for few rows, as in decoding, where the time is that of reading the weights. On GPUs, up to 64 rows are by
+    default one launch of Triton's kernel. More rows are XLA's. Weights are `[out, in]`, as in `equinox.nn.Linear`.
 
     Weights may be quantised, all in one format ([`ejkernel_eqx.QuantizedWeight`][]). Then Triton's kernel reads their codes and makes numbers of them
     in registers, by default for up to 64 rows. Codes, scales and zero points are constants. XLA, and for tensor cores Triton, rounds the
@@ -95,7 +95,8 @@ class Matmul(Kernel):
         """**Arguments:**
 
         - `x`: `[..., K]` with any number of leading axes, the rows; bf16, f16, f32 (f64 on XLA).
-        - `weights`: one, `[N, K]`, in the dtype of `x` or quantised; with `gated` two of equal shape, of the gate and of what it multiplies.
+        - `weights`: one, `[N, K]`, in the dtype of `x` or quantised. With `gated` there are two of equal shape: that of
+            the gate, and that of what it multiplies.
         - `biases`: for each weight a vector `[N]` of any float dtype, or `None`; default none.
         - `norm`: whether rows are normalised first: `True`, or the weight of the norm, `[K]`.
         - `norm_eps`: added to the mean square, with a norm.

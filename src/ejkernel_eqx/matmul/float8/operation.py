@@ -20,23 +20,24 @@ from .spec import blocks_of, GROUP, ScaledArrays, ScaledSpec
 
 
 class ScaledMatmul(Kernel):
-    r"""Multiplies rows by a float8 weight, in float8: rows are quantised, too, so that tensor cores multiply twice as many numbers as in bfloat16.
+    r"""Multiplies rows by a float8 weight, in float8. Rows are quantised, too. So tensor cores multiply twice as many
+    numbers as in bfloat16.
 
     $$\mathrm{out}_{mn} = \sum_g s_{mg} \, t_{ng} \sum_{k \in g} \mathrm{e4m3}\!\left(\frac{x_{mk}}{s_{mg}}\right) c_{nk}, \qquad
       s_{mg} = \frac{\max_{k \in g} |x_{mk}|}{448}$$
 
-    with the codes $c$ and scales $t$ of the weight, and groups $g$ of 128 features, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3). Each token
-    and group has a scale of its own, or all of them share one that is given. Tensor cores sum over a group (Hopper's keep
-    about 14 bits); sums are scaled and added up in float32.
+    with the codes $c$ and scales $t$ of the weight, and groups $g$ of 128 features, as in DeepSeek-V3
+    (arXiv:2412.19437, section 3.3). Each token and group has a scale of its own, or all share the scale `x_scale`.
+    Tensor cores sum over a group, and Hopper's keep about 14 bits. These sums are scaled and added up in float32.
 
     With `group_sizes`, rows of consecutive groups are each multiplied by the weight of their group, as in [`ejkernel_eqx.GroupedMatmul`][];
     rows past the last group are 0.
 
-    It is for many rows, as in prefill; of few, the time is that of reading the weight. XLA multiplies the numbers that the codes stand for,
-    rounded to the dtype of the rows.
+    It is for many rows, as in prefill. The time of few rows is that of reading the weight. XLA multiplies the numbers
+    that the codes stand for, rounded to the dtype of the rows.
 
-    The gradient of `x` is that of a product without rounding by the numbers of the weight, in the dtype of `x`. The weight and `x_scale` are
-    constants.
+    The gradient of `x` is that of a product without rounding, with the numbers of the weight, in the dtype of `x`. The
+    weight and `x_scale` are constants.
 
     Platforms: Triton (`"triton"`, on GPUs from compute capability 8.9, and `"triton-interpret"`), XLA (`"xla"`). Differentiable in reverse mode
     in `x`; `platform="xla"` also supports forward mode.
@@ -78,9 +79,10 @@ class ScaledMatmul(Kernel):
         - `x`: `[..., K]` with any number of leading axes, the rows; bf16, f16, f32 (f64 on XLA).
         - `weight`: `[N, K]` in float8_e4m3fn, with a scale per block of any rows by a multiple of 128 columns, per channel or for all;
             with `group_sizes` `[E, N, K]`.
-        - `group_sizes`: integers `[..., E]`, the rows of `x [..., M, K]` of each group, one group after the other; their sum is at most M.
-        - `x_scale`: a number above 0, the scale of all rows, such as a published `input_scale` or `jnp.abs(x).max() / 448`; larger numbers than
-            448 times as much are clipped. Default: a scale for each row and 128 features.
+        - `group_sizes`: integers `[..., E]`, the number of rows of each group in `x [..., M, K]`, one group after the
+            other. Their sum is at most M.
+        - `x_scale`: a number above 0, the scale of all rows, such as a published `input_scale` or `jnp.abs(x).max() /
+            448`. Numbers larger than 448 times the scale are clipped. Default: a scale for each row and 128 features.
 
         **Returns:** `[..., N]` in the dtype of `x` or `preferred_element_type`. A row with NaN or infinities is NaN.
 

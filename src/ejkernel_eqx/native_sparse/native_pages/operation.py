@@ -24,18 +24,21 @@ class PagedNativeInputs(TypedDict, total=False):
 
 
 class PagedNativeSparseAttention(SparseOperation):
-    r"""Native sparse attention of each sequence's new tokens, one (decoding) or many (a chunk of a prompt), on the keys and values in the pages of a
-    cache and their compressed ones in the pages of a second.
+    r"""Native sparse attention of each sequence's new tokens, over pages: one token in decoding, many in a chunk of a
+    prompt. Keys and values are in the pages of one cache. Compressed keys and values are in the pages of a second
+    cache.
 
-    Query $t$ of a sequence of $L$ tokens, $n_q$ of which are new, sits at position $i = L - n_q + t$ and attends what
-    [`ejkernel_eqx.NativeSparseAttention`][] says for a query there: compressed keys, chosen blocks of keys, and a window, each with a softmax of
-    its own, summed under gates. Blocks and compressed keys start with the sequence.
+    Of the $L$ tokens of a sequence, $n_q$ are new. Query $t$ is at position $i = L - n_q + t$. It attends to what
+    [`ejkernel_eqx.NativeSparseAttention`][] says for a query there: compressed keys, chosen blocks of keys, and a
+    window. Each has a softmax of its own, and gates weight their sum. Blocks and compressed keys start with the
+    sequence.
 
-    Both caches have the same page table. Page $i$ of the second holds the $p / d$ compressed keys whose last tokens lie in page $i$ of the
-    first, in order: compressed key $c$, of the tokens $c\,d \le j < c\,d + l$, has slot $s = c + l/d - 1$ of its sequence, which is place
-    $s \bmod p/d$ of page $\text{page\_table}_{n, \lfloor s / (p/d) \rfloor}$. The first $l/d - 1$ slots of a sequence are never read. A query
-    reads the compressed keys of which all $l$ tokens are at or before it; the others need not be written yet. So sequences may share pages
-    (`PageTable.fork`): whoever writes the last token of a compressed key owns the page of both.
+    Both caches have the same page table. Page $i$ of the second holds, in order, the $p / d$ compressed keys whose last
+    tokens lie in page $i$ of the first. Compressed key $c$ is of the tokens $c\,d \le j < c\,d + l$. Its slot in the
+    sequence is $s = c + l/d - 1$. That is place $s \bmod p/d$ of page $\text{page\_table}_{n, \lfloor s / (p/d)
+    \rfloor}$. The first $l/d - 1$ slots of a sequence are never read. A query reads the compressed keys of which all
+    $l$ tokens are at or before it. The others need not be written yet. So sequences may share pages (`PageTable.fork`):
+    the sequence that writes the last token of a compressed key owns the pages of both.
 
     Keys and compressed keys without a page (-1) are not visible. A branch in which a query sees nothing adds 0, and tokens of no sequence
     return 0. Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). For inference only: differentiating it raises

@@ -2,7 +2,7 @@
 
 Of `D` devices each has rows in the order of the devices that they are for. How many go where is known only when the program runs; sizes of arrays
 are not. With `m` rows on each device, any device may get all `D m` of them. So rows are moved in rounds, with room for `2 m` rows in each: one
-is enough unless a device gets twice its share, rounds that nobody needs are skipped, and `D / 2` are enough for everything.
+is enough unless a device gets more than twice its share. `D / 2` are always enough. Rounds without rows are skipped.
 
 - `Padded`: every pair of devices has room for `2 m / D` rows a round (`all_to_all`). Runs everywhere.
 - `Ragged`: the rows that a device gets lie side by side, whoever sent them (`ragged_all_to_all`, on GPUs and TPUs). Only rows are moved, no

@@ -102,16 +102,17 @@ class MixtureOfExperts(Published):
         - `embed_dim`: features of the input and the output, `E`.
         - `hidden_dim`: features inside an expert, `F`.
         - `num_experts`, `top_k`: how many experts there are, `N`, and how many each token goes to.
-        - `scoring`: what experts are ranked by, and what their weights are: `"softmax"` over all logits; `"sigmoid"` of each; or
-            `"top_k_softmax"`, the softmax of the chosen logits alone.
+        - `scoring`: what experts are ranked by, and what their weights are. `"softmax"` is over all logits, and
+            `"sigmoid"` of each. `"top_k_softmax"` is the softmax of the chosen logits alone.
         - `normalize`: whether the weights of the chosen experts are divided by their sum. Without meaning for `"top_k_softmax"`.
         - `scaling_factor`: what the weights are multiplied by at last (DeepSeek's `routed_scaling_factor`).
         - `num_groups`, `top_k_groups`: experts are in so many groups of equal size, and a token goes to experts of the best `top_k_groups` alone.
         - `group_score`: what groups are ranked by: `"top2"`, the sum of their two best experts, or `"max"`, the best one.
         - `scale_inputs`: whether the input of an expert is multiplied by the weight of the token, not its output. With `top_k=1`.
         - `use_router_bias`: whether the logits have a bias.
-        - `use_correction_bias`: whether experts are ranked with a bias added to their scores, `gate.e_score_correction_bias`, that is not in
-            their weights and that no gradient reaches; [`update_correction_bias`][ejkernel_eqx.nn.update_correction_bias] balances experts by it.
+        - `use_correction_bias`: whether experts are ranked with a bias, `gate.e_score_correction_bias`, added to their
+            scores. It does not enter their weights, and no gradient reaches it.
+            [`update_correction_bias`][ejkernel_eqx.nn.update_correction_bias] balances experts by it.
         - `activation`: $f$, as in [`ejkernel_eqx.models.MLPConfig`][], also of the shared expert.
         - `use_bias`: whether the projections of experts have biases.
         - `shared_dim`: features inside an expert that all tokens go to, $S$; `None` for none. Published models with several shared experts have one
@@ -167,8 +168,9 @@ class MixtureOfExperts(Published):
         return self.gate.choice.top_k
 
     def route(self, x: Float[AnyArray, "*B E"]) -> Routing:
-        """The experts of tokens `[..., E]` and their weights: a [`Routing`][ejkernel_eqx.nn.Routing] of `logits` `[..., N]`, `weights`
-        `[..., top_k]` and `indices` `[..., top_k]`, the expert that is ranked highest first, and of equal ones that with the lower number."""
+        """The experts of tokens `[..., E]` and their weights: a [`Routing`][ejkernel_eqx.nn.Routing] of `logits` `[...,
+        N]`, `weights` `[..., top_k]` and `indices` `[..., top_k]`. The expert with the highest rank comes first, and of
+        equal ones that with the lower number."""
         return self.gate(self._read(x))
 
     @overload

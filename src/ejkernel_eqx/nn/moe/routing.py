@@ -18,8 +18,9 @@ _GROUP_SCORES = ("top2", "max")
 
 
 class Routing(NamedTuple):
-    """Holds what a router says of tokens `[...]`: `logits [..., experts]`, and for the `k` chosen experts, the best one first and of equal ones
-    the one with the lower number, `weights [..., k]`, both at least float32, and `indices [..., k]`, int32."""
+    """Holds what a router says of tokens `[...]`: `logits [..., experts]`, and for the `k` chosen experts `weights
+    [..., k]` and `indices [..., k]`. Logits and weights are at least float32, indices int32. The best expert comes
+    first, and of equal ones that with the lower number."""
 
     logits: Array
     weights: Array

@@ -19,8 +19,8 @@ class RouterStatistics(Module):
     """Sums over the tokens of a call, padding left out. They add up: those of several layers, batches or devices are the sums of theirs.
 
     - `tokens_per_expert`: how many tokens each expert got, int32 `[..., experts]`.
-    - `probability_sums`: the sum of each expert's probability over the tokens, `[..., experts]`: the softmax of the logits or, of a router with
-        `scoring="sigmoid"`, the scores divided by their sum.
+    - `probability_sums`: the sum of each expert's probability over the tokens, `[..., experts]`. The probability is the
+        softmax of the logits. For a router with `scoring="sigmoid"` it is the scores divided by their sum.
     - `z_square_sum`: the sum of the squared logarithms of the softmax's denominator, `[...]`.
     - `num_tokens`: how many tokens there were, int32 `[...]`.
 
@@ -80,7 +80,8 @@ def load_balancing_loss(statistics: RouterStatistics | Sequence[RouterStatistics
 
     **Arguments:**
 
-    - `statistics`: of one layer, of several (leading axes or a sequence), over all of whose tokens $f$ and $P$ are taken, as in published code.
+    - `statistics`: of one layer, or of several (leading axes or a sequence). $f$ and $P$ are taken over the tokens of
+        all layers, as in published code.
 
     **Returns:** a scalar, float32 (float64 for float64).
     """
@@ -143,8 +144,8 @@ def router_jitter(x: Float[AnyArray, "*B E"], amount: float, *, key: PRNGKeyArra
     - `amount`: from 0, for none, to 1.
     - `key`: a PRNG key.
 
-    **Returns:** an array of the shape and dtype of `x`. In 16 bits, where a small amount is less than the distance between numbers, the product is
-    rounded up or down at random, so that its mean is right.
+    **Returns:** an array of the shape and dtype of `x`. In 16 bits, a small amount is less than the distance between
+    numbers. There the product is rounded up or down at random, so that its mean is right.
     """
     check_numbers(amount=amount)
     if not 0 <= amount <= 1:

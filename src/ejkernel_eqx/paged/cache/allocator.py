@@ -228,10 +228,10 @@ class PageTable:
     def free_behind(self, sequence: Hashable, first_visible_position: int | None = None) -> None:
         """Frees the pages that lie entirely before a position, as behind a sliding window. Their entries in the row become -1.
 
-        With a window of `w` keys, including the query's own, the first key visible to the next query is `max(0, length - w + 1)`; this is
-        the default in a table with a `window`. If `truncate` may remove tokens later (rejected drafts), compute the position from the length
-        that will be kept. A table without a `window` infers from these calls how far any query of the sequence looks back: the smallest
-        length minus position so far.
+        With a window of `w` keys, including the query's own, the first key visible to the next query is `max(0, length
+        - w + 1)`. This is the default in a table with a `window`. If `truncate` may remove tokens later (rejected
+        drafts), compute the position from the length that will be kept. A table without a `window` infers from these
+        calls how far any query of the sequence looks back: the smallest length minus position so far.
 
         **Raises:** `ValueError` for an unknown sequence, for a position past its length or past the first key that the next query sees,
         or without a position in a table without a window.
@@ -299,9 +299,9 @@ class PageTable:
         least = self._least(own)
         if not least <= count <= own.length:
             raise ValueError(
-                f"{name}: expected {least} to {own.length} tokens of sequence {sequence!r}, received {count}; with fewer, the next token would "
-                f"see some of the {own.freed * self.page_size} freed keys (free fewer, based on the length to keep, or pass the window to "
-                "the PageTable), and more were never allocated."
+                f"{name}: expected {least} to {own.length} tokens of sequence {sequence!r}, received {count}. With fewer, the next token would "
+                f"see some of the {own.freed * self.page_size} freed keys; more were never allocated. Free fewer pages, based on the length "
+                "to keep, or pass the window to the PageTable."
             )
 
     def _least(self, own: _Sequence) -> int:

@@ -32,10 +32,10 @@ def to_int32(x: Any) -> Any:
 class RaggedBatch(Module):
     r"""A packed batch of the new tokens of several sequences, `T` in total, which may mix decodes and chunks of prompts.
 
-    Sequence $n$ has `query_len` $= c_{n+1} - c_n$ new tokens, where $c$ is `query_start_loc`. Token $t$ of the batch has position
-    $\text{lengths}_n - (c_{n+1} - c_n) + (t - c_n)$ in its sequence and is stored at slot
-    $\text{page} \cdot p + \text{position} \bmod p$, where the page is entry $\lfloor \text{position} / p \rfloor$ of its row of
-    `page_table`. Tokens from $c_N$ on are padding, as are sequences without tokens.
+    Sequence $n$ has `query_len` $= c_{n+1} - c_n$ new tokens, where $c$ is `query_start_loc`. Token $t$ of the batch
+    has position $\text{lengths}_n - (c_{n+1} - c_n) + (t - c_n)$ in its sequence. Its page is entry $\lfloor
+    \text{position} / p \rfloor$ of the sequence's row of `page_table`. Its slot is $\text{page} \cdot p +
+    \text{position} \bmod p$. Tokens from $c_N$ on are padding, as are sequences without tokens.
 
     [`RaggedBatch.build`][ejkernel_eqx.paged.cache.batch.RaggedBatch.build] makes a batch from lists outside `jit`; the constructor takes
     integer arrays, also inside `jit`.
@@ -49,8 +49,8 @@ class RaggedBatch(Module):
     - `page_size`: tokens per page, $p$; static.
     - `max_query_len`: the maximum number of new tokens per sequence; static.
     - `num_tokens`: `T`, including padding; static.
-    - `of_rows`: whether the sequences are the rows of a dense cache: each has `max_query_len` tokens, or is padding if its length is 0, and
-        begins with the state in its slot; static.
+    - `of_rows`: whether the sequences are the rows of a dense cache. Each then has `max_query_len` tokens, or is
+        padding if its length is 0, and begins with the state in its slot. Static.
 
     **Raises:** `ValueError` for invalid shapes.
     """
@@ -261,8 +261,8 @@ def _check_written(rows: list[np.ndarray], queries: np.ndarray, totals: np.ndarr
     hit, times = np.unique(pages[(pages >= 0) & np.isin(pages, targets)], return_counts=True)
     if np.any(times > 1):
         raise ValueError(
-            f"page_table: expected a page of its own wherever a sequence has new tokens, received page {int(hit[times > 1][0])} "
-            f"{int(times.max())} times; copy a page before one of the sequences that share it writes to it (PageTable.allocate tells which)."
+            f"page_table: expected a page of its own for the new tokens of each sequence, received page {int(hit[times > 1][0])} "
+            f"{int(times.max())} times; copy a shared page before a sequence writes to it (PageTable.allocate tells which)."
         )
 
 

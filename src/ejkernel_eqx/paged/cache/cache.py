@@ -19,9 +19,9 @@ class PagedKVCache(Pages):
     Token $j$ of sequence $n$ is at place $j \bmod p$ of page $\text{page\_table}_{n, \lfloor j / p \rfloor}$ (vLLM; Kwon et al., 2023,
     arXiv:2309.06180, section 4). With scales, the pages hold 8-bit numbers, each of which stands for scale times number.
 
-    The cache is immutable: `append` and `copy_pages` return a new cache and write in place if the old one is donated to `jit`. A cache
-    that is not bound to tables holds only pages. So a stack of layers, with leading axes on all its arrays, can be scanned or mapped
-    over, and each layer can be bound inside to the shared tables:
+    The cache is immutable: `append` and `copy_pages` return a new cache and write in place if the old one is donated to
+    `jit`. A cache that is not bound to tables holds only pages. So a stack of layers, with leading axes on all its
+    arrays, can be scanned or mapped over. Inside, each layer can be bound to the shared tables:
 
     ```python
     cache = PagedKVCache.init(num_pages=1024, page_size=16, num_kv_heads=8, head_dim=128, batch_shape=(layers,))
@@ -31,8 +31,8 @@ class PagedKVCache(Pages):
     - `k`, `v`: pages `[.., P, p, K, D]` and `[.., P, p, K, V]`.
     - `page_table`: int32 `[.., N, M]`, a row of pages for each sequence, -1 (or any number outside `0 .. P - 1`) for none; or `None`.
     - `lengths`: int32 `[.., N]`, the number of tokens of each sequence, including new ones; or `None`.
-    - `k_scale`, `v_scale`: float32 `[.., P, p, K]`, one for each token and head, or `[.., K]`, one for each head; or `None` for pages
-        that are not quantised to 8 bits.
+    - `k_scale`, `v_scale`: float32 `[.., P, p, K]`, one for each token and head, or `[.., K]`, one for each head.
+        `None` for pages that are not quantised to 8 bits.
 
     Pages of no sequence and slots past a sequence's length may hold anything, including NaN.
     """
@@ -70,8 +70,8 @@ class PagedKVCache(Pages):
         - `batch_shape`: leading axes, such as `(layers,)`.
         - `dtype`: the dtype of stored keys and values: bfloat16, float16, float32, float64 (on XLA), or int8, float8_e4m3fn and float8_e5m2
             with scales. A pair gives one for keys and one for values, such as `("bfloat16", "int8")` to quantise only the values.
-        - `scales`: the scales of 8-bit pages: `"token"` (the default), one for each token and head, computed as it is written; or `"head"`,
-            one for each head, 1 until `with_scales` sets them.
+        - `scales`: the scales of 8-bit pages. `"token"`, the default, has one for each token and head, computed when it
+            is written. `"head"` has one for each head, which is 1 until `with_scales` sets it.
 
         **Raises:** `ValueError` for sizes below 1, more than 2**30 tokens, an unsupported dtype, or scales that do not match it.
         """
@@ -124,8 +124,9 @@ class PagedKVCache(Pages):
 
 
 class PagedLatentCache(Pages):
-    r"""The cache of multi-head latent attention, in pages. For each token it holds a latent, from which the keys and values of all heads are
-    computed, and a rotary key, which all heads share (DeepSeek-V2, 2024, arXiv:2405.04434, section 2.1).
+    r"""The cache of multi-head latent attention, in pages. For each token it holds a latent and a rotary key
+    (DeepSeek-V2, 2024, arXiv:2405.04434, section 2.1). The keys and values of all heads are computed from the latent.
+    All heads share the rotary key.
 
     Query $[q_c, q_r]$ scores token $j$ with $q_c \cdot \text{latent}_j + q_r \cdot \text{rope}_j$, and the values are the latents.
     Pages, tables, leading axes, `bind`, `append`, `gather` and `copy_pages` work as in
@@ -134,8 +135,8 @@ class PagedLatentCache(Pages):
     - `latent`, `rope`: pages `[.., P, p, R]` and `[.., P, p, Dr]`.
     - `page_table`: int32 `[.., N, M]`, -1 for no page; or `None`.
     - `lengths`: int32 `[.., N]`, including new tokens; or `None`.
-    - `latent_scale`, `rope_scale`: float32 `[.., P, p]`, one for each token, or `[..]`, one for the cache; or `None` for pages that are not
-        quantised to 8 bits.
+    - `latent_scale`, `rope_scale`: float32 `[.., P, p]`, one for each token, or `[..]`, one for the cache. `None` for
+        pages that are not quantised to 8 bits.
     """
 
     latent: Shaped[Array, "... P p R"]
@@ -168,8 +169,8 @@ class PagedLatentCache(Pages):
         - `num_pages`, `page_size`: `P` and `p`; the cache holds `P * p` tokens.
         - `latent_dim`, `rope_dim`: `R` and `Dr`.
         - `batch_shape`, `dtype`: as in [`ejkernel_eqx.PagedKVCache.init`][]; a pair gives one for latents and one for rotary keys.
-        - `scales`: the scales of 8-bit pages: `"token"` (the default), one for each token; or `"head"`, one for all tokens (the latent counts
-            as one head), 1 until `with_scales` sets it.
+        - `scales`: the scales of 8-bit pages. `"token"`, the default, has one for each token. `"head"` has one for all
+            tokens, as the latent counts as one head. It is 1 until `with_scales` sets it.
 
         **Raises:** `ValueError` for sizes below 1, more than 2**30 tokens, an unsupported dtype, or scales that do not match it.
         """

@@ -18,8 +18,8 @@ from .spec import HeadsArrays, HeadsSpec, RESULTS
 
 
 class RotaryHeads(Kernel):
-    r"""Normalises each head of queries and keys, if asked to, and rotates its pairs of features (Su et al. 2021, arXiv:2104.09864), of both in one
-    launch:
+    r"""Rotates pairs of features of queries and keys in one launch (Su et al. 2021, arXiv:2104.09864). On request it
+    first normalises each head:
 
     $$h = \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}} \odot w, \qquad
       (y_i, y_j) = (h_i \cos\theta - h_j \sin\theta,\; h_j \cos\theta + h_i \sin\theta)$$
@@ -70,8 +70,8 @@ class RotaryHeads(Kernel):
         """**Arguments:**
 
         - `q`, `k`: `[..., T, H, D]` and `[..., T, K, D]` with any number of leading axes, in one dtype: bf16, f16, f32 (f64 on XLA).
-        - `cos`, `sin`: arrays that broadcast to `[..., T, R]`, of the angle of each pair, with `2 R` features rotated:
-            [`RotaryEmbedding`][ejkernel_eqx.nn.RotaryEmbedding] makes them in `tables`.
+        - `cos`, `sin`: arrays that broadcast to `[..., T, R]`, of the angle of each pair. `2 R` features are rotated.
+            [`RotaryEmbedding.tables`][ejkernel_eqx.nn.RotaryEmbedding] makes them.
         - `norm_eps`: added to the mean square of a head; default no norm.
         - `q_norm`, `k_norm`: weights of the norms, `[D]`, any float dtype; default ones.
 

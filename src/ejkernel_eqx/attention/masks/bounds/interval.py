@@ -59,7 +59,7 @@ def constant(value: Any) -> Bounds:
 
 
 def unbounded(aval: Any, forms: frozenset[Form]) -> Bounds:
-    """Bounds of a value of which nothing is known but its type."""
+    """Bounds of a value of which only the type is known."""
     if aval.dtype == np.bool_:
         return Bounds(False, True, forms)
     if is_int(aval):

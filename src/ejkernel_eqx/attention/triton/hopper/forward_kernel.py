@@ -1,4 +1,4 @@
-"""Hopper's forward kernel: programs that stay, and go from tile to tile of queries.
+"""Hopper's forward kernel: a persistent kernel that goes from tile to tile of queries.
 
 A program has one warp that loads and two or three groups of four warps, the consumers, each with 64 of a tile's queries. Products run
 asynchronously: those of one tile of keys with the weights of the tile before, under the softmax of the tile itself; and the consumers

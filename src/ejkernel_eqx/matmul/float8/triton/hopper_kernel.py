@@ -1,4 +1,4 @@
-"""Hopper's kernel of the float8 product: programs that stay, and go from tile to tile."""
+"""Hopper's kernel of the float8 product: a persistent kernel that goes from tile to tile."""
 
 from collections import namedtuple
 

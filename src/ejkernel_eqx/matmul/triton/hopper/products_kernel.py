@@ -1,4 +1,4 @@
-"""Hopper's kernel of the result, and of the gradient of the left side: programs that stay, and go from tile to tile of the groups' rows."""
+"""Hopper's kernel of the result, and of the gradient of the left side: a persistent kernel that goes from tile to tile of the groups' rows."""
 
 from collections import namedtuple
 

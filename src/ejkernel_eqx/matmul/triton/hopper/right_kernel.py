@@ -1,4 +1,4 @@
-"""Hopper's kernel of the gradients of right sides: programs that stay, and go from tile to tile of the groups' matrices."""
+"""Hopper's kernel of the gradients of right sides: a persistent kernel that goes from tile to tile of the groups' matrices."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
