@@ -2,6 +2,8 @@
 tokens are spread."""
 
 import functools
+import math
+import re
 from typing import Any
 
 import equinox as eqx
@@ -150,13 +152,14 @@ def test_ragged(split, uneven, monkeypatch):
 
 
 @pytest.mark.slow
-def test_all_tokens_go_to_the_same_experts():
-    """The most rounds that there can be."""
+@pytest.mark.parametrize("split", ["exchanged", "in rounds"])
+def test_all_tokens_go_to_the_same_experts(split):
+    """The most rounds that there can be: of rows through the experts of a device, and of tokens between devices."""
     layer = layer_of()
     shift = 4 * layer.gate.weight[0] + 3 * layer.gate.weight[1]
     busy = np.asarray(layer(inputs(8, 2) + shift[None, None], return_statistics=True)[1].tokens_per_expert)
     assert (busy > 8).sum() <= 2, busy
-    check("in rounds", "automatic", shift=shift)
+    check(split, "automatic", shift=shift)
 
 
 @pytest.mark.slow
@@ -179,11 +182,31 @@ def test_simulated_kernels():
     mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     x = inputs(2, 2) + 4 * layer_of().gate.weight[:1, None]
     on_one = layer_of()
-    split = layer_of(nn.ExpertParallel(mesh=mesh, exchange="padded"), platform="pallas-interpret")
+    split = layer_of(nn.ExpertParallel(mesh=mesh, exchange="by_token"), platform="pallas-interpret")
     total = lambda of: jnp.sum(jnp.sin(of[0](of[1])))
     gradients = [eqx.filter_jit(eqx.filter_grad(total))((layer, x)) for layer in (split, on_one)]
     meshes.agree(*(jax.tree.leaves(found) for found in gradients), kind="gradient")
     meshes.agree(eqx.filter_jit(split)(x), on_one(x))
+
+
+_COLLECTIVE = re.compile(r'stablehlo\.(all_gather|all_to_all)".*?-> tensor<((?:\d+x)+)f32>', re.DOTALL)
+
+
+@pytest.mark.parametrize(("devices", "top_k", "most"), [(2, 6, 1.0), (8, 2, 0.3), (8, 6, 1.0)])
+def test_a_token_goes_once_to_each_device(devices, top_k, most):
+    """Each move of a forward pass takes `most` of all tokens, whatever the number of experts of each."""
+    tokens = 64
+    mesh = jax.make_mesh(
+        (devices,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]
+    )
+    parallel = nn.ExpertParallel(mesh=mesh, exchange="by_token")
+    layer = layer_of(parallel, top_k=top_k, num_experts=16)
+    text = jax.jit(lambda x: layer(x)).lower(inputs(devices * tokens)).as_text()
+    moves = [shape.split("x")[:-1] for _, shape in _COLLECTIVE.findall(text)]
+    wide = [shape for shape in moves if shape[-1] == str(EMBED)]
+    assert len(wide) >= 2, moves  # there and back
+    for shape in wide:
+        assert math.prod(map(int, shape)) <= math.ceil(most * tokens) * devices * EMBED, shape
 
 
 def test_ragged_compiles_for_gpus():
@@ -201,7 +224,7 @@ _on_mesh = lambda *axes, **options: layer_of(_options(*axes, mesh=_MESH()), **op
 WRONG = {
     "expert_axes: expected the name of a mesh axis or a tuple of names, received 3": lambda: _options(expert_axes=3),
     "hidden_axes: expected axes that split neither experts nor tokens, received 'expert'": lambda: _options(hidden_axes="expert"),
-    "exchange: expected auto, ragged or padded, received 'all'": lambda: _options(exchange="all"),
+    "exchange: expected auto, ragged or by_token, received 'all'": lambda: _options(exchange="all"),
     "parallel: expected an ExpertParallel or None, received str": lambda: layer_of("expert"),
     "expert_axes: expected axes of the mesh, which has data, expert, received 'model'": lambda: _on_mesh("model")(inputs(8)),
     "num_experts: expected a multiple of 4, the devices of the axes expert, received 6": lambda: _on_mesh(num_experts=6)(inputs(8)),

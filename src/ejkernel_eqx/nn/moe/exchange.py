@@ -1,15 +1,12 @@
-"""Rows to the devices that have their experts, and back.
+"""Rows to the devices that have their experts, and back, each row for itself.
 
 Of `D` devices each has rows in the order of the devices that they are for. How many go where is known only when the program runs; sizes of arrays
 are not. With `m` rows on each device, any device may get all `D m` of them. So rows are moved in rounds, with room for `2 m` rows in each: one
 is enough unless a device gets more than twice its share. `D / 2` are always enough. Rounds without rows are skipped.
 
-- `Padded`: every pair of devices has room for `2 m / D` rows a round (`all_to_all`). Runs everywhere.
-- `Ragged`: the rows that a device gets lie side by side, whoever sent them (`ragged_all_to_all`, on GPUs and TPUs). Only rows are moved, no
-    padding.
+The rows that a device gets lie side by side, whoever sent them (`ragged_all_to_all`, on GPUs and TPUs): only rows are moved, no padding.
 """
 
-import abc
 import functools
 from typing import Any, NamedTuple
 
@@ -22,57 +19,6 @@ from ...parallel import match_varying
 _ROOM = 2  # times the rows of a device
 
 
-class Exchange(abc.ABC):
-    """Rows `[m, ...]` on their way to other devices and back, in rounds. `most`: the rows that the device with the most sends or gets."""
-
-    rounds: int
-    room: int
-    most: Array
-
-    def is_needed(self, number: Any) -> Array:
-        """Returns whether any device still has rows to send in a round; the same on all devices."""
-        return self.most > number * self.room
-
-    @abc.abstractmethod
-    def there(self, x: Array, number: Any, empty: int = 0) -> Array:
-        """Returns what this device gets in a round of everyone's `x [m, ...]`; `empty` where it gets nothing."""
-
-    @abc.abstractmethod
-    def back(self, x: Array, number: Any) -> Array:
-        """Returns what became of this device's own rows, `[m, ...]`, where it lay on other devices, given what it got and computed; 0 for rows of
-        other rounds."""
-
-
-class Padded(Exchange):
-    def __init__(self, counts: Array, axes: tuple[str, ...], rows: int, everywhere: tuple[str, ...]):
-        """`counts [D]`: how many of this device's rows are for each; they are split over the mesh axes `axes`. `everywhere`: all axes of the mesh
-        over which anything differs."""
-        devices = counts.shape[0]
-        self.axes, self.rows = axes, rows
-        self.room = max(1, min(rows, -(-_ROOM * rows // devices)))
-        self.rounds = -(-rows // self.room)
-        self.counts, self.starts = counts, jnp.cumsum(counts) - counts
-        self.most = lax.pmax(jnp.max(match_varying_over(counts, everywhere)), everywhere)
-
-    def there(self, x: Array, number: Any, empty: int = 0) -> Array:
-        return self._moved(x.at[self._places(number)].get(mode="fill", fill_value=empty))
-
-    def back(self, x: Array, number: Any) -> Array:
-        places = self._places(number)
-        mine = self._moved(x.reshape(*places.shape, *x.shape[1:]))
-        empty = match_varying(jnp.zeros((self.rows, *x.shape[1:]), x.dtype), mine)
-        return empty.at[places.reshape(-1)].add(mine, mode="drop")
-
-    def _places(self, number: Any) -> Array:
-        """The row at each place that is sent, `[D, room]`; `rows` for none."""
-        place = number * self.room + jnp.arange(self.room, dtype=jnp.int32)[None]
-        return jnp.where(place < self.counts[:, None], self.starts[:, None] + place, self.rows)
-
-    def _moved(self, x: Array) -> Array:
-        moved = lax.all_to_all(x, self.axes, 0, 0, tiled=True)
-        return moved.reshape(-1, *x.shape[2:])
-
-
 class _Move(NamedTuple):
     """The last arguments of `lax.ragged_all_to_all`."""
 
@@ -82,9 +28,12 @@ class _Move(NamedTuple):
     recv_sizes: Array
 
 
-class Ragged(Exchange):
+class Ragged:
+    """Rows `[m, ...]` on their way to other devices and back, in rounds."""
+
     def __init__(self, counts: Array, axes: tuple[str, ...], rows: int, everywhere: tuple[str, ...]):
-        """Works as `Padded`."""
+        """`counts [D]`: how many of this device's rows are for each; they are split over the mesh axes `axes`. `everywhere`: all axes of the mesh
+        over which anything differs."""
         devices = counts.shape[0]
         self.axes, self.rows = axes, rows
         self.room = max(1, min(_ROOM * rows, devices * rows))
@@ -94,11 +43,18 @@ class Ragged(Exchange):
         self.most = lax.pmax(match_varying_over(total, everywhere), everywhere)
         self.me = lax.axis_index(axes)
 
+    def is_needed(self, number: Any) -> Array:
+        """Returns whether any device still has rows to send in a round; the same on all devices."""
+        return self.most > number * self.room
+
     def there(self, x: Array, number: Any, empty: int = 0) -> Array:
+        """Returns what this device gets in a round of everyone's `x [m, ...]`; `empty` where it gets nothing."""
         there, back = self._moves(number)
         return _moved(x, there, back, self.room, self.axes, empty)
 
     def back(self, x: Array, number: Any) -> Array:
+        """Returns what became of this device's own rows, `[m, ...]`, where it lay on other devices, given what it got and computed; 0 for rows of
+        other rounds."""
         there, back = self._moves(number)
         return _moved(x, back, there, self.rows, self.axes, 0)
 

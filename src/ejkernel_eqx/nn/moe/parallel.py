@@ -11,14 +11,16 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ...core.plans import again_for_gradients, has_simulated
+from ...core.plans import has_simulated
 from ...dispatch import Backend
 from ...dispatch.device import place_of_calls
+from ...parallel import match_varying
 from ...parallel.mesh import explicit_mesh, inside_manual_mesh, resharded, spec_of
 from ...quantised.dequantise import is_quantised
 from ..projection import mesh_axes
+from .by_token import collected, further_rounds, most_rows, room_of, routes_of, spread, through_experts
 from .dispatch import combined, dispatched, order_of
-from .exchange import Padded, Ragged
+from .exchange import match_varying_over, Ragged
 from .statistics import RouterStatistics, statistics_of
 
 Names = tuple[str, ...]
@@ -36,14 +38,15 @@ class ExpertParallel:
         others of `expert_axes` the devices share tokens, and add their results up.
     - `hidden_axes`: the axes that the hidden features of every expert are split over, as in tensor parallelism.
     - `mesh`: default: that of `jax.set_mesh`, or that of the layer's arrays outside of `jit`.
-    - `exchange`: how tokens move: `"ragged"` on GPUs and TPUs, `"padded"` everywhere; `"auto"` takes the first where it runs.
+    - `exchange`: how tokens move. `"by_token"`: a token goes once to each device that has experts for it, and one weighted sum comes back from
+        each. `"ragged"`, on GPUs and TPUs: it goes once for each expert. `"auto"`: the second where it runs.
     """
 
     expert_axes: str | Names = "expert"
     token_axes: str | Names = ("expert",)
     hidden_axes: str | Names = ()
     mesh: Any = None
-    exchange: Literal["auto", "ragged", "padded"] = "auto"
+    exchange: Literal["auto", "ragged", "by_token"] = "auto"
 
     def __post_init__(self):
         for name in ("expert_axes", "token_axes", "hidden_axes"):
@@ -59,9 +62,9 @@ class ExpertParallel:
                 f"hidden_axes: expected axes that split neither experts nor tokens, received {sorted(shared)[0]!r}; every device of such an axis "
                 "has the same tokens."
             )
-        if self.exchange not in ("auto", "ragged", "padded"):
+        if self.exchange not in ("auto", "ragged", "by_token"):
             raise ValueError(
-                f"exchange: expected auto, ragged or padded, received {self.exchange!r}; check the spelling."
+                f"exchange: expected auto, ragged or by_token, received {self.exchange!r}; check the spelling."
             )
 
 
@@ -84,6 +87,11 @@ class _Split(NamedTuple):
     def added(self) -> Names:
         """The axes over which partial results are added."""
         return (*(axis for axis in self.experts if axis not in self.tokens), *self.hidden)
+
+    @property
+    def everywhere(self) -> Names:
+        """All axes over which anything differs."""
+        return tuple(dict.fromkeys((*self.tokens, *self.experts, *self.hidden)))
 
     def size(self, axes: Names) -> int:
         return math.prod(self.mesh.shape[axis] for axis in axes)
@@ -235,17 +243,21 @@ def _local(split: _Split, layer: Any, x: Array, real: Array | None) -> tuple[Arr
         first = lax.axis_index(split.hidden) == 0  # each bias is added once
         bias = jnp.where(first, experts.down_proj_bias, jnp.zeros_like(experts.down_proj_bias))
         experts = eqx.tree_at(lambda e: e.down_proj_bias, experts, bias)
-    mine, devices = experts.gate_proj.shape[0], split.size(split.exchanged)
-    order = order_of(numbers, devices * mine)
     inputs, weights = x, routing.weights
     if router.choice.scale_inputs:
         inputs, weights = (x * weights).astype(x.dtype), jnp.ones_like(weights)
-    rows = dispatched(inputs.reshape(-1, x.shape[-1]), top_k, order)
-    if devices == 1:
-        rows = experts(rows, order.sizes)
+    inputs, weights = inputs.reshape(-1, x.shape[-1]), weights.reshape(-1, top_k)
+    mine, devices = experts.gate_proj.shape[0], split.size(split.exchanged)
+    if devices > 1 and not _moves_ragged(split):
+        y = _by_token(split, experts, inputs, numbers.reshape(-1, top_k), weights)
     else:
-        rows = _elsewhere(split, experts, rows, numbers[order.order], order.sizes.reshape(devices, mine))
-    y = combined(rows, weights.reshape(-1, top_k), order)
+        order = order_of(numbers, devices * mine)
+        rows = dispatched(inputs, top_k, order)
+        if devices == 1:
+            rows = experts(rows, order.sizes)
+        else:
+            rows = _by_row(split, experts, rows, numbers[order.order], order.sizes.reshape(devices, mine))
+        y = combined(rows, weights, order)
     y = lax.psum(y, split.added) if split.added else y
     return y.reshape(x.shape), statistics
 
@@ -268,33 +280,49 @@ def _numbers(split: _Split, experts: Array, count: int) -> Array:
     return jnp.where(kept, target * each + number, split.size(split.exchanged) * each)
 
 
-def _elsewhere(split: _Split, experts: Any, rows: Array, numbers: Array, sizes: Array) -> Array:
+def _by_token(split: _Split, experts: Any, x: Array, numbers: Array, weights: Array) -> Array:
+    """The weighted sums `[T, E]` of what the experts of all devices make of this device's tokens `x [T, E]`, whose experts have these
+    `numbers [T, top_k]`."""
+    axes, devices, mine = split.exchanged, split.size(split.exchanged), experts.gate_proj.shape[0]
+    tokens, top_k = numbers.shape
+    x, weights = match_varying((x, weights), numbers)
+    room, rows = room_of(tokens, top_k, devices), most_rows(tokens, top_k)
+    me = lax.axis_index(axes)
+    largest = lambda number: lax.pmax(match_varying_over(number, split.everywhere), split.everywhere)
+
+    def sums(route: Any, experts: Any, x: Array, weights: Array) -> Array:
+        given = [spread(axes, a, route) for a in (x, numbers + 1, weights)]
+        x, there, weights = (a.reshape(-1, a.shape[-1]) for a in given)
+        there = there - 1 - me * mine  # 0 was sent for none
+        local = jnp.where((there >= 0) & (there < mine), there, mine)
+        y = through_experts(experts, x, local, weights, rows, largest).astype(x.dtype)
+        return collected(axes, y.reshape(devices, -1, y.shape[-1]), route)
+
+    if room == tokens:
+        return sums(None, experts, x, weights)
+    route, most = routes_of(numbers // mine, devices, room)
+    most = largest(most)
+    once = lambda number, *given: sums(route(number), *given)
+    is_needed = lambda number: most > number * room
+    rounds = -(-tokens // room)
+    return further_rounds(once(0, experts, x, weights), rounds, is_needed, once, experts, x, weights)
+
+
+def _by_row(split: _Split, experts: Any, rows: Array, numbers: Array, sizes: Array) -> Array:
     """Returns what the experts of all devices make of this device's rows `[m, E]`, which are in the order of `numbers [m]`; `sizes [devices,
     experts]`."""
-    form = Ragged if _moves_ragged(split) else Padded
-    everywhere = tuple(dict.fromkeys((*split.tokens, *split.experts, *split.hidden)))
-    exchange = form(jnp.sum(sizes, axis=1), split.exchanged, rows.shape[0], everywhere)
+    exchange = Ragged(jnp.sum(sizes, axis=1), split.exchanged, rows.shape[0], split.everywhere)
     mine = sizes.shape[1]
     local = jnp.where(numbers < sizes.size, numbers % mine, mine)
 
-    def once(number: Any, rows: Array, experts: Any) -> Array:
+    def once(number: Any, experts: Any, rows: Array) -> Array:
         given = exchange.there(rows, number)
         order = order_of(exchange.there(local, number, mine), mine)
         out = experts(given[order.order], order.sizes)
         return exchange.back(out[order.places], number)
 
-    total = once(0, rows, experts)
-    if exchange.rounds == 1:
-        return total
-    arrays, static = eqx.partition(experts, eqx.is_array)
-
-    def further(total: Array, number: Array) -> tuple[Array, None]:
-        more = lambda total: total + once(number, rows, eqx.combine(arrays, static))
-        return lax.cond(exchange.is_needed(number), more, lambda total: total, total), None
-
-    # Nothing of these rounds is kept for the gradient: hardly ever is one of them needed.
-    body = again_for_gradients(further, experts)
-    return lax.scan(body, total, jnp.arange(1, exchange.rounds, dtype=jnp.int32))[0]
+    total = once(0, experts, rows)
+    return further_rounds(total, exchange.rounds, exchange.is_needed, once, experts, rows)
 
 
 def _moves_ragged(split: _Split) -> bool:

@@ -1,0 +1,41 @@
+"""The benchmark of several devices runs whole, refuses to time wrong results, and counts what is sent."""
+
+import json
+
+import jax
+import pytest
+
+from benchmarks import devices
+
+
+@pytest.mark.parametrize("part", ["experts", pytest.param("train", marks=pytest.mark.slow)])
+def test_quick(part, tmp_path):
+    path = tmp_path / "json"
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # for optax
+        assert devices.main(["--quick", "--devices", "2", "--parts", part, "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert not [row for row in rows if "reason" in row]
+    split = [row for row in rows if row["variant"] != "one device"]
+    assert len(split) == (2 if part == "experts" else 2 * len(devices.STEPS))
+    for row in split:
+        assert row["speedup"] > 0 and row["sent_gb"] > 0 and row["error"] <= 1e-5, row
+
+
+def test_a_wrong_result_is_not_timed(monkeypatch, tmp_path):
+    true = devices.forward_of
+    wrong = lambda static: lambda *given: jax.tree.map(lambda y: y * jax.device_count(), true(static)(*given))
+    calls = iter((true, wrong))
+    monkeypatch.setitem(devices.DIRECTIONS, "forward", lambda static: next(calls)(static))
+    path = tmp_path / "json"
+    assert devices.main(["--quick", "--devices", "2", "--parts", "experts", "--json", str(path)]) == 1
+    (row,) = (row for row in json.loads(path.read_text())["rows"] if "reason" in row)
+    assert row["reason"].startswith("wrong") and "ms" not in row and row["variant"] == "by_token"
+
+
+def test_bytes_of_collectives():
+    text = """
+  %a = bf16[2,1024]{1,0} all-gather(%x), dimensions={0}
+  %b = (f32[8]{0}, f32[4,2]{1,0}) all-to-all(%x, %y), dimensions={0}
+  ROOT %c = f32[16]{0} add(%a, %b)
+"""
+    assert devices.sent_bytes(text) == 2 * 2 * 1024 + 4 * 8 + 4 * 8
