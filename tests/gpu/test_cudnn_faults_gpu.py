@@ -1,7 +1,7 @@
 """The shapes that cuDNN is reported to compute wrongly, on the card against the float64 reference.
 
-What is denied is refused by name, and another platform computes it. What the installed version is reported to have mended is computed by cuDNN: if that
-fails, the version in `attention/cudnn.py` is wrong."""
+What is denied is refused by name, and another platform computes it. What the installed version is reported to have mended is computed by cuDNN: if
+that fails, the version in `attention/cudnn.py` is wrong."""
 
 import dataclasses
 
