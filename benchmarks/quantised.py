@@ -4,16 +4,15 @@
     python -m benchmarks quantised --problems 'M1 |M16 ' --time-limit 300
     python -m benchmarks quantised --render quantised.json --plot quantised.png --markdown quantised.md
 
-Weights are quantised in the formats of `ejx.quantise`. A problem that is `scaled` quantises the rows too, by `ScaledMatmul`. Others are of `Matmul`,
-and of `GroupedMatmul` with groups. `floats` multiplies by the numbers of the weight in the dtype of the rows. `torch._scaled_mm` casts its rows itself,
-with a scale per channel of the weight and one of all rows. `torch._weight_int4pack_mm` takes the same codes.
+Weights are quantised in the formats of `ejx.quantise`. A problem that is `scaled` quantises the rows too, by `ScaledMatmul`. Others are of
+`Matmul`, and of `GroupedMatmul` with groups. `floats` multiplies by the numbers of the weight in the dtype of the rows. `torch._scaled_mm` casts its
+rows itself, with a scale per channel of the weight and one of all rows. `torch._weight_int4pack_mm` takes the same codes.
 
 Weights of at least 256 MiB are multiplied in turn, so that none is in the cache. The floor is the time of moving the rows, the results, and the codes
 and scales of all groups that have rows, at the speed of a copy in the same run.
 """
 
 import dataclasses
-import functools
 import math
 from argparse import Namespace
 from collections.abc import Callable, Sequence
