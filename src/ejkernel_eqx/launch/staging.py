@@ -58,7 +58,7 @@ def versions_unfit() -> str | None:
     ):
         return "needs jax-triton 0.4.1 or newer"
     if not triton.__version__.startswith(tuple(f"{known}." for known in _TRITONS)):
-        return f"needs Triton {' or '.join(_TRITONS)}, not {triton.__version__} (pip install 'triton>=3.7.1,<3.9')"
+        return f"needs Triton {' or '.join(_TRITONS)}, not {triton.__version__} (pip install 'triton>=3.7.1,<3.8')"
     installed = jaxlib.version.__version__
     if tuple(map(int, re.findall(r"\d+", installed)[:3])) < (0, 11, 1):
         return f"needs JAX 0.11.1 or newer, not {installed}"
