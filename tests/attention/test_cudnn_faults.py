@@ -1,5 +1,7 @@
 """What cuDNN is reported to compute wrongly is not chosen, by its version and the shapes. `tests/gpu/test_cudnn_faults_gpu.py` computes it."""
 
+from typing import Any, cast
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -21,8 +23,9 @@ from tests.attention.inner import (
 CAUSAL, WINDOW = {"right": 0, "offset": 0}, {"left": 511, "right": 0, "offset": 0}
 
 
-def problem_at(t, s, d, mask):
-    q, k = (jax.ShapeDtypeStruct((2, n, 4, d), jnp.bfloat16) for n in (t, s))
+def problem_at(sizes, mask):
+    t, s, d = sizes
+    q, k = (cast(Any, jax.ShapeDtypeStruct((2, n, 4, d), jnp.bfloat16)) for n in (t, s))
     return problem_of("flash_attention", AttentionArrays(q, k, k), AttentionSpec(d**-0.5, **mask))
 
 
@@ -57,7 +60,7 @@ NEW, MENDED, LAST, OLD = (9, 30, 0), (9, 26, 0), (9, 25, 1), (9, 15, 0)
     ],
 )
 def test_what_is_denied(sizes, mask, version, denied):
-    reason = cudnn.unsupported(problem_at(*sizes, mask), card(version))
+    reason = cudnn.unsupported(problem_at(sizes, mask), card(version))
     if denied is None:
         assert reason is None
     else:
@@ -69,7 +72,7 @@ def test_what_is_denied(sizes, mask, version, denied):
 @pytest.mark.parametrize("sizes, mask", [((704, 704, 64), {}), ((1024, 1024, 128), WINDOW)])
 def test_faults_of_hopper_are_not_those_of_others(sizes, mask):
     for capability in ("8.0", "10.0"):
-        assert cudnn.unsupported(problem_at(*sizes, mask), card(LAST, capability)) is None
+        assert cudnn.unsupported(problem_at(sizes, mask), card(LAST, capability)) is None
 
 
 def test_another_platform_is_chosen_and_explained():
@@ -79,7 +82,7 @@ def test_another_platform_is_chosen_and_explained():
     for version in (LAST, MENDED):
         device = card(version)
         snapshot = dispatch.Snapshot("flash_attention", implementations, device, dispatch.Policy.HEURISTIC)
-        selection = dispatch.select(snapshot, problem_at(704, 704, 64, {}))
+        selection = dispatch.select(snapshot, problem_at((704, 704, 64), {}))
         chosen[version] = selection.platform
         assert (HALF in dict(selection.rejected).get("cuda", "")) == (version == LAST)
     assert chosen == {LAST: Platform.XLA, MENDED: Platform.CUDA}
