@@ -113,10 +113,13 @@ def nbytes(tree: Any) -> int:
     return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
-def input_sets(make: Callable[[int], I]) -> list[I]:
-    """Several sets of inputs from a seed, so many that a launch does not find its inputs in the cache."""
+def input_sets(make: Callable[[int], I], least: int = 0) -> list[I]:
+    """Several sets of inputs from a seed, so many that a launch does not find its inputs in the cache; on a GPU of at least so many bytes in all."""
     first = make(0)
-    return [first, *(make(seed) for seed in range(1, input_set_count(nbytes(first))))]
+    count = input_set_count(nbytes(first))
+    if jax.default_backend() != "cpu":
+        count = max(count, -(-least // nbytes(first)))
+    return [first, *(make(seed) for seed in range(1, count))]
 
 
 def directed(

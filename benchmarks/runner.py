@@ -152,6 +152,7 @@ class Family:
     - `with_out`: whether the output is a result beside the gradients.
     - `once`: whether a platform is left out that the default resolves to: it gives the same program.
     - `in_turn`: whether several runs of one launch of ours take one set of inputs after another.
+    - `rotated`: the least bytes of all sets of inputs together on a GPU.
     - `packages`: those that peers need; `needed`: of these, the ones without which no peer is run.
     """
 
@@ -164,6 +165,7 @@ class Family:
     with_out = False
     once = False
     in_turn = False
+    rotated = 0
     extremes: Sequence[Extreme] = ()
     packages: Sequence[str] = ("torch",)
     needed: Sequence[str] = ()
@@ -316,7 +318,7 @@ def measure(family: Family, problem: Any, options: Namespace) -> Iterator[list[R
     for peer in peers:
         peer.load()
     with processes.held():
-        sets = prepare.input_sets(functools.partial(family.make_inputs, problem))
+        sets = prepare.input_sets(functools.partial(family.make_inputs, problem), family.rotated)
         check = functools.partial(_check, family, problem, family.expected(problem, sets[0]))
         floor = launch_floor(sets[0])
         for direction in family.directions(problem, options):

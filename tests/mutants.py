@@ -52,6 +52,7 @@ FAULTS = (
     Fault("sink-gradient-lost", "attention/cotangents.py", "sinks_gradient", "share * delta", "0 * share * delta", _WINDOWS),
     Fault("lse-cotangent-sign", "attention/cotangents.py", "row_terms", "product - jnp.where(alone", "product + jnp.where(alone", _WINDOWS),
     Fault("merge-of-several-sinks", "attention/merge.py", "merge_attention", "jax.nn.logsumexp(sinks.astype(lses[0].dtype), axis=1)", "jnp.max(sinks.astype(lses[0].dtype), axis=1)", "attention/test_flash.py attention/test_compose.py"),
+    Fault("cudnn-forgets-half-a-tile", "attention/cudnn.py", "_half_a_tile", "% 128 == 64", "% 128 == 96", "attention/test_cudnn_faults.py"),
     Fault("cudnn-ignores-sinks", "attention/cudnn.py", "unsupported", '("sinks", "sinks"),', "", "attention/test_choice.py attention/test_compose.py attention/test_arguments.py"),
     # its masks
     Fault("prefix-ignored", "attention/masks/row_ranges.py", "row_ranges", "jnp.maximum(behind, prefix)", "behind", _MASKS),

@@ -22,6 +22,21 @@ def test_as_written(path, block):
     assert PAGE.marked(text, block()) == text, "run python docs/performance_page.py"
 
 
+def test_no_result_lies_unread():
+    """A file of results is shown by a page, read by a test, or the log says what it is."""
+    texts = [
+        PAGE.ROOT / "benchmarks/LOG.md",
+        ROOT / "docs/performance_page.toml",
+        *(ROOT / "docs/guides").glob("*.md"),
+    ]
+    named = "\n".join(path.read_text(encoding="utf-8") for path in texts)
+    results = [path.stem for path in (ROOT / "benchmarks/results").glob("*.json")]
+    read_by_tests = re.compile(
+        "tuned_|tpu_static_"
+    )  # `dispatch/test_shipped_rows.py`, `benchmarks/test_tpu_static.py`
+    assert results and not [name for name in results if name not in named and not read_by_tests.match(name)]
+
+
 def test_sizes_and_pictures():
     text = PAGE.PAGE.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 150

@@ -220,7 +220,7 @@ def test_what_kernels_do_not_depend_on_does_not(name):
 
 def test_cudnn_takes_one_leading_axis_where_there_are_several_devices():
     """It merges leading axes, and a merged axis of which the second part was split is gathered."""
-    one = DeviceFacts(Backend.GPU, "H200", "nvidia", "9.0", 132, 232448)
+    one = DeviceFacts(Backend.GPU, "H200", "nvidia", "9.0", 132, 232448, cudnn=(9, 30, 0))
     several = dataclasses.replace(one, count=2)
 
     def reason(device, *lead):

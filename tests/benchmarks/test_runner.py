@@ -19,6 +19,7 @@ from benchmarks import (
     native_sparse,
     pooling,
     prepare,
+    quantised,
     runner,
     sparse,
     tune,
@@ -68,6 +69,14 @@ RUNS = {
         "over that of its matmuls",
         {"default", moe.ALONE},
         (moe.ALONE,),
+    ),
+    "quantised": Run(
+        "(M2 .*(fp8|int4)|E8|by float8)",
+        "| M4 K128 N32 E8 2 of them int4 float32 |",
+        "most time over the floor, forward",
+        {"default", quantised.FLOATS, quantised.COPY},
+        (quantised.COPY,),
+        bound=0.05,  # `floats` does not round its rows to float8
     ),
     "pooling": Run(
         "^(chunks of|masked)",

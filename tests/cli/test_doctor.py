@@ -1,5 +1,6 @@
 """`doctor` finds what there is and what is broken."""
 
+import dataclasses
 import importlib.util
 import logging
 import pathlib
@@ -47,6 +48,16 @@ def test_on_a_tpu_it_names_what_to_run_first(run, monkeypatch):
     assert ("libtpu", importlib.util.find_spec("libtpu") is None) in [
         (name, version is None) for name, version in doctor.versions().items()
     ]
+
+
+def test_with_another_triton_on_an_nvidia_gpu_it_says_what_is_left_out(monkeypatch):
+    card = DeviceFacts(Backend.GPU, "NVIDIA H200", "nvidia", "9.0", cudnn=(9, 19, 0))
+    monkeypatch.setattr(doctor, "triton_unavailable", lambda: None)
+    for reason in (None, "needs Triton 3.7 or 3.8, not 3.9.0"):
+        monkeypatch.setattr(doctor, "versions_unfit", lambda reason=reason: reason)
+        notes = doctor._notes(card)
+        assert len(notes) == (reason is not None) and all(str(reason) in note for note in notes)
+    assert "cudnn         9.19.0" in doctor._device_text(dataclasses.asdict(card) | {"fingerprint": "x"})
 
 
 def test_a_folder_that_takes_no_files_is_wrong(run, tmp_path, monkeypatch):

@@ -313,9 +313,9 @@ def test_triton_repeats_when_the_device_is_full(flags, dtype):
         )
 
 
-# Even lengths only: cuDNN's backward takes no others.
+# Even lengths only: cuDNN's backward takes no others. What it is reported to compute wrongly is in `test_cudnn_faults_gpu.py`.
 _CUDA = [
-    Case(name="full", T=64, S=64),
+    Case(name="full", T=128, S=128),
     Case(name="causal", T=126, S=126, D=128, V=128, right=0),
     Case(name="causal-one-key-head", T=200, S=200, H=8, K=1, right=0),
     Case(name="window", T=256, S=256, D=128, V=128, left=31, right=0),
@@ -324,7 +324,6 @@ _CUDA = [
     Case(name="two-queries", T=2, S=126, H=3, K=3),
     Case(name="top-left", T=66, S=200, right=0, offset=0),
     Case(name="wide-heads", T=128, S=128, D=256, V=256, right=0),
-    Case(name="wide-heads-window", T=256, S=256, D=256, V=256, left=40, right=0),
     Case(name="half-a-tile", T=192, S=192, D=128, V=128, right=0),
 ]
 

@@ -15,6 +15,7 @@ from tests.launch import kernels
 from tests.launch.launches import one_to_one, square, TARGETS
 
 pytest.importorskip("triton")
+import triton
 from triton import knobs
 
 compiling = importlib.import_module("ejkernel_eqx.launch.compile")
@@ -64,7 +65,10 @@ def test_a_damaged_entry(folder, caplog, damage):
     with caplog.at_level(logging.WARNING, "ejkernel_eqx"):
         assert compiled().asm["ptx"] == expected
         assert compiled().asm["ptx"] == expected
-    assert len(caplog.records) == 1 and str(folder) in caplog.text and "TRITON_CACHE_DIR" in caplog.text
+    if damage != "binary" or triton.__version__.startswith(
+        "3.7."
+    ):  # later ones compile again by themselves if a file is missing
+        assert len(caplog.records) == 1 and str(folder) in caplog.text and "TRITON_CACHE_DIR" in caplog.text
     assert knobs.cache.dir == str(folder)  # as before
 
 

@@ -356,7 +356,10 @@ def test_the_target_is_the_device_of_the_call_unless_jax_triton_launches(stageab
         ("0.11.1", "triton_kernel_call_ffi", "3.7.1", None),
         ("0.10.2", "triton_kernel_call_ffi", "3.7.1", "JAX"),
         ("0.12.0", "triton_kernel_call", "3.7.1", "jax-triton"),
-        ("0.12.0", "triton_kernel_call_ffi", "3.70.0", "Triton 3.7, not"),
+        ("0.12.0", "triton_kernel_call_ffi", "3.8.0", None),
+        ("0.12.0", "triton_kernel_call_ffi", "3.9.0", "not 3.9.0 (pip install"),
+        ("0.12.0", "triton_kernel_call_ffi", "3.70.0", "Triton 3.7 or 3.8, not"),
+        ("0.12.0", "triton_kernel_call_ffi", "3.6.0", "pip install 'triton>=3.7.1"),
     ],
 )
 def test_versions(monkeypatch, version, target, triton, word):

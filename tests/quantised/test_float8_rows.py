@@ -65,7 +65,7 @@ def test_a_model():
     model = ejx.quantise(Decoder(DecoderConfig(40, 32, (FULL, FULL)), key=jax.random.key(1)), "fp8")
     fast = ejx.with_float8_rows(model)
     flags = [w.float8_rows for w in jax.tree.leaves(fast, is_leaf=is_quantised) if is_quantised(w)]
-    assert flags and all(flags)
+    assert flags and None not in flags
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 40, (2, 40)))
     logits = lambda model, tokens: eqx.filter_jit(model)(tokens)
     plain, rounded = logits(model, tokens), logits(fast, tokens)
@@ -74,7 +74,27 @@ def test_a_model():
     np.testing.assert_array_equal(logits(ejx.with_float8_rows(fast, False), tokens), plain)
     one = ejx.with_float8_rows(model, where=lambda path: path.endswith("q_proj.weight"))
     flags = [w.float8_rows for w in jax.tree.leaves(one, is_leaf=is_quantised) if is_quantised(w)]
-    assert 0 < sum(flags) < len(flags) and "float8 rows" in repr(one)
+    assert 0 < sum(flag is not None for flag in flags) < len(flags) and "float8 rows" in repr(one)
+
+
+def test_the_platform_is_chosen_with_the_rows():
+    """Once, where they are asked for: calls and `explain` have it."""
+    linear = ejx.quantise(eqx.nn.Linear(256, 96, key=jax.random.key(0)), "fp8-block")
+    options = {"num_experts": 2, "top_k": 1, "activation": "silu", "platform": "xla"}
+    experts = ejx.quantise(ejx.nn.MixtureOfExperts(128, 128, **options, key=jax.random.key(0)), "fp8-block")
+    x, results = normal(1, 200, 256), {}
+    for name in ("xla", "triton-interpret"):
+        layer, mixture = ejx.with_float8_rows((linear, experts), platform=name)
+        with ejx.recording() as calls:
+            results[name] = project("layer", layer, x, 96)
+            jax.eval_shape(mixture, x[:, :128])
+        chosen = [call.platform for call in calls if call.operation == "scaled_matmul"]
+        assert chosen == [name] * 2  # of experts, three alike are traced once
+        (row,) = ejx.explain(layer).choices
+        assert (row.operation, row.platform) == ("scaled_matmul", name) and "float8_rows" in row.path
+    assert_close(results["triton-interpret"], results["xla"])
+    with pytest.raises(ValueError, match="platform: expected one of"):
+        ejx.with_float8_rows(linear, platform="cuda")
 
 
 @pytest.mark.parametrize("kind", [None, "int8"])

@@ -4,7 +4,8 @@ It has its own derivative, batching and partitioning rules. Whatever it cannot c
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array
@@ -22,6 +23,71 @@ class CudnnConfig:
 
 
 config_type = CudnnConfig
+
+
+class Fault(NamedTuple):
+    """What cuDNN is reported to compute wrongly."""
+
+    mended: tuple[int, ...] | None
+    """The first version without it; `None`: none is known."""
+    where: Callable[[Problem, DeviceFacts], bool]
+    words: str
+    source: str
+
+
+def _hopper(device: DeviceFacts) -> bool:
+    return device.capability == (9, 0)
+
+
+def _half_a_tile(problem: Problem, device: DeviceFacts) -> bool:
+    """Whether queries see the end of the keys, and it is in the middle of a tile of 128. (Those of a causal call with T <= S do not: `attend` cuts
+    the keys.)"""
+    hidden = problem.flag("causal") and problem.dim("T") <= problem.dim("S")
+    return _hopper(device) and problem.dim("S") % 128 == 64 and not hidden
+
+
+def _wide_window(problem: Problem, device: DeviceFacts) -> bool:
+    window: Any = problem.flag("window")
+    return _hopper(device) and problem.dim("D") > 128 and window is not None and window[0] is not None
+
+
+# Not a word of whether a backward is asked for: a forward alone is refused with it. An unknown version has all faults.
+FAULTS = (
+    Fault(
+        None,
+        lambda problem, device: problem.dim("T") == 1,
+        "gradients of a single query can be NaN",
+        "cudnn-frontend issue 1072: 9.25.1 and 9.26.0 on an H200; PyTorch pull request 194927: from 9.19 on Blackwell",
+    ),
+    Fault(
+        (9, 26, 0),
+        _half_a_tile,
+        "gradients of queries whose scores are all below -88 are NaN where S modulo 128 is 64",
+        "PyTorch issue 196678 and cudnn-frontend pull request 628: to 9.25.1 on Hopper",
+    ),
+    Fault(
+        None,
+        _wide_window,
+        "gradients can be NaN for a window with head dims above 128",
+        "NeMo Automodel issue 3232, which names no version, on an H100",
+    ),
+    Fault(
+        (9, 15, 1),
+        lambda problem, device: problem.dim("T") % 128 != 0 or problem.dim("S") % 128 != 0,
+        "its backward can fail in CUDA graphs where a length is no multiple of 128",
+        "Transformer Engine pull request 2344 and PyTorch pull request 167101: to 9.15.0",
+    ),
+)
+
+
+def fault(problem: Problem, device: DeviceFacts) -> str | None:
+    """The reason why the installed cuDNN is not to be trusted with the problem, whose lengths are numbers."""
+    for known in FAULTS:
+        if (known.mended is None or device.cudnn < known.mended) and known.where(problem, device):
+            version = ".".join(map(str, device.cudnn)) or "of unknown version"
+            remedy = f"; upgrade cuDNN to {'.'.join(map(str, known.mended))} or newer" if known.mended else ""
+            return f"is denied: {known.words} (here cuDNN {version}; reported by {known.source}){remedy}"
+    return None
 
 
 def unavailable(device: DeviceFacts) -> str | None:
@@ -64,6 +130,13 @@ def _unsupported_sizes(problem: Problem, device: DeviceFacts) -> str | None:
         return f"takes head dims that are multiples of 8 up to {most} on this device, not {head_dim}"
     if 0 in (problem.dim("B"), problem.dim("T"), problem.dim("S")):
         return "does not take empty arrays"
+    reason = (
+        fault(problem, device)
+        if isinstance(problem.dim("T"), int) and isinstance(problem.dim("S"), int)
+        else None
+    )
+    if reason is not None:
+        return reason
     if problem.dim("T") % 2 or problem.dim("S") % 2:
         return f"takes even sequence lengths only (because of its backward), not T {problem.dim('T')} and S {problem.dim('S')}"
     window: Any = problem.flag("window")

@@ -26,6 +26,8 @@ from ..dispatch import (
     user_caches,
 )
 from ..dispatch.environment import env
+from ..launch.staging import versions_unfit
+from ..launch.triton_call import triton_unavailable
 from .output import count, FAILED, OK, Outcome, pairs, section, table
 from .problems import this_device
 
@@ -62,6 +64,15 @@ def run(options: argparse.Namespace) -> Outcome:
 
 def _notes(device: DeviceFacts | None) -> list[str]:
     """Notes for the user of this device."""
+    if device is not None and device.vendor == "nvidia" and triton_unavailable() is None:
+        reason = versions_unfit()
+        return (
+            []
+            if reason is None
+            else [
+                f"jax-triton compiles and launches Triton kernels, one after the other, and Hopper's own kernels are left out: this package {reason}"
+            ]
+        )
     if device is None or device.backend is not Backend.TPU:
         return []
     return [
@@ -204,6 +215,7 @@ def _device_text(device: dict[str, Any] | None) -> str:
         "vmem": device["vmem"] and f"{device['vmem']} bytes",
         "memory": device["memory"] and f"{device['memory'] / 2**30:.1f} GiB",
         "runtime": device["runtime"],
+        "cudnn": ".".join(map(str, device["cudnn"])),
         "fingerprint": device["fingerprint"],
     }
     return pairs(facts, 13)

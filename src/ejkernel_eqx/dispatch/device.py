@@ -1,8 +1,11 @@
 """Facts about the device that kernels are chosen for, queried from the runtime."""
 
+import ctypes
 import dataclasses
 import functools
 import hashlib
+import importlib.metadata
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,7 +37,7 @@ class DeviceFacts:
 
     `shared_memory` is the largest amount of shared memory that one program of a GPU may use. `vmem` is the vector
     memory of a TPU core. Both are in bytes, and 0 if there is none or it is unknown. `count` is the number of devices
-    that JAX sees.
+    that JAX sees. `cudnn` is the version of cuDNN, empty if there is none or it is unknown.
     """
 
     backend: Backend
@@ -47,6 +50,7 @@ class DeviceFacts:
     runtime: str = ""
     count: int = 1
     vmem: int = 0
+    cudnn: tuple[int, ...] = ()
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -151,8 +155,24 @@ def _facts(device: Device) -> DeviceFacts:
         num_multiprocessors=int(getattr(device, "core_count", 0) or 0),
         shared_memory=int(shared or shared_memory_limit(vendor, capability)),
         count=jax.device_count(),
+        cudnn=_cudnn() if vendor == "nvidia" else (),
         **facts,
     )
+
+
+def _cudnn() -> tuple[int, ...]:
+    """The version of the cuDNN that JAX has loaded, else of the installed wheel; empty if there is neither."""
+    try:
+        number = int(ctypes.CDLL("libcudnn.so.9").cudnnGetVersion())
+        return number // 10_000, number // 100 % 100, number % 100
+    except (OSError, AttributeError):
+        pass
+    for wheel in ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"):
+        try:
+            return tuple(map(int, re.findall(r"\d+", importlib.metadata.version(wheel))[:3]))
+        except importlib.metadata.PackageNotFoundError:
+            pass
+    return ()
 
 
 def shared_memory_limit(vendor: str, capability: str) -> int:

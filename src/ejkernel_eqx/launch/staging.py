@@ -23,7 +23,8 @@ from .launch import Launch
 
 FFI_TARGET = "triton_kernel_call_ffi"
 """jaxlib's foreign function that launches Triton kernels."""
-_TRITON = "3.7"  # what a kernel's hidden parameters and metadata are known of
+# What a kernel's hidden parameters and metadata are known of. Gluon of 3.9 has no more the names that Hopper's kernels call.
+_TRITONS = ("3.7", "3.8")
 _MOST_THREADS = 8
 
 
@@ -56,8 +57,8 @@ def versions_unfit() -> str | None:
         triton_lib.CompilationResult, "global_scratch_size"
     ):
         return "needs jax-triton 0.4.1 or newer"
-    if not triton.__version__.startswith(f"{_TRITON}."):
-        return f"needs Triton {_TRITON}, not {triton.__version__}"
+    if not triton.__version__.startswith(tuple(f"{known}." for known in _TRITONS)):
+        return f"needs Triton {' or '.join(_TRITONS)}, not {triton.__version__} (pip install 'triton>=3.7.1,<3.8')"
     installed = jaxlib.version.__version__
     if tuple(map(int, re.findall(r"\d+", installed)[:3])) < (0, 11, 1):
         return f"needs JAX 0.11.1 or newer, not {installed}"

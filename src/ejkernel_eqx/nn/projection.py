@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._shapes import is_symbolic
 from ..core.arguments import accumulator
-from ..matmul import ScaledMatmul
 from ..matmul.dense.spec import FEW_ROWS
 from ..quantised import QuantizedWeight
 from ..quantised.dequantise import is_quantised
@@ -132,7 +131,7 @@ def are_few(x: Array) -> bool:
 
 def in_float8(x: Array, weight: QuantizedWeight) -> bool:
     """Returns whether a weight multiplies these rows in float8: many rows, on no explicit mesh, and a weight that asks for it."""
-    return weight.float8_rows and not are_few(x) and mesh_of((x, weight)) is None
+    return weight.float8_rows is not None and not are_few(x) and mesh_of((x, weight)) is None
 
 
 def are_multiplied(x: Array, weights: Sequence[Any]) -> bool:
@@ -180,7 +179,7 @@ def _product(
 ) -> Array:
     axes = (((x.ndim - 1,), (1,)), ((), ()))
     if isinstance(weight, QuantizedWeight):
-        y = ScaledMatmul()(x, weight)
+        y = weight.float8_rows(x, weight)
     else:
         y = lax.dot_general(x, weight, axes, preferred_element_type=dtype, out_sharding=out)
     if bias is None:

@@ -35,7 +35,8 @@ class QuantizedWeight(eqx.Module):
     - `format`: [`ejkernel_eqx.QuantFormat`][].
     - `dtype`: that of the array it stands for.
     - `transposed`: whether it stands for `[..., in, out]`, as GPT-OSS publishes its experts.
-    - `float8_rows`: whether layers multiply many rows by it in float8 ([`ejkernel_eqx.with_float8_rows`][]).
+    - `float8_rows`: the [`ejkernel_eqx.ScaledMatmul`][] with which layers multiply many rows by it in float8
+        ([`ejkernel_eqx.with_float8_rows`][]), or `None`.
     """
 
     codes: AnyArray
@@ -45,7 +46,7 @@ class QuantizedWeight(eqx.Module):
     format: QuantFormat = eqx.field(static=True)
     dtype: Any = eqx.field(static=True)
     transposed: bool = eqx.field(static=True)
-    float8_rows: bool = eqx.field(static=True)
+    float8_rows: Any
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class QuantizedWeight(eqx.Module):
         format: Any,
         dtype: Any = jnp.bfloat16,
         transposed: bool = False,
-        float8_rows: bool = False,
+        float8_rows: Any = None,
     ):
         """**Arguments:** the fields; arrays of NumPy or JAX, or `jax.ShapeDtypeStruct`s.
 
@@ -64,6 +65,8 @@ class QuantizedWeight(eqx.Module):
         """
         if not isinstance(format, QuantFormat):
             raise ValueError(f"format: expected an ejx.QuantFormat, received {type(format).__name__}.")
+        if float8_rows is not None and not callable(float8_rows):
+            raise ValueError(f"float8_rows: expected an ejx.ScaledMatmul or None, received {float8_rows!r}.")
         if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
             raise ValueError(f"dtype: expected that of floats, received {jnp.dtype(dtype)}.")
         _check("codes", codes, "uint8", None)
@@ -82,7 +85,7 @@ class QuantizedWeight(eqx.Module):
             _check("tensor_scale", tensor_scale, "uint32", tuple(lead))
         self.codes, self.scales, self.zeros, self.tensor_scale = codes, scales, zeros, tensor_scale
         self.format, self.dtype, self.transposed = format, jnp.dtype(dtype), bool(transposed)
-        self.float8_rows = bool(float8_rows)
+        self.float8_rows = float8_rows
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -143,7 +146,7 @@ class QuantizedWeight(eqx.Module):
         return wadler_lindig.TextDoc(repr(self))
 
     def __repr__(self) -> str:
-        return f"QuantizedWeight({self.dtype.name}{list(self.shape)} as {self.format}{', float8 rows' * self.float8_rows})"
+        return f"QuantizedWeight({self.dtype.name}{list(self.shape)} as {self.format}{', float8 rows' * (self.float8_rows is not None)})"
 
 
 def _check(name: str, x: Any, dtype: str, shape: tuple[int, ...] | None) -> None:

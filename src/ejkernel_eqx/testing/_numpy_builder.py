@@ -12,13 +12,7 @@ import numpy as np
 import triton.language as tl
 from scipy import special
 from triton._C.libtriton import ir
-from triton.runtime.interpreter import (
-    BlockPointerHandle,
-    InterpreterBuilder,
-    InterpreterOptions,
-    TensorDescHandle,
-    TensorHandle,
-)
+from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions, TensorDescHandle, TensorHandle
 
 _OF_ONE_NAME = "int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64"
 _NUMPY_DTYPES = {getattr(tl, name): jnp.dtype(name) for name in _OF_ONE_NAME.split()} | {
@@ -163,13 +157,6 @@ def _places(base, indices, strides, extents, block_shape, *, bounded):
     return Handle(np.broadcast_to(addresses, shape), base.dtype.scalar), np.broadcast_to(inside, shape)
 
 
-class _BlockPointer(BlockPointerHandle):
-    def materialize_pointers(self, boundary_check):
-        shape = self.block_shape
-        indices = [_along(offset, axis, shape) for axis, offset in enumerate(self.offsets)]
-        return _places(self.base, indices, self.strides, self.shape, shape, bounded=boundary_check)
-
-
 class _Descriptor(TensorDescHandle):
     def validate(self):
         itemsize = self.base.dtype.element_ty.primitive_bitwidth // 8
@@ -302,17 +289,7 @@ class NumpyBuilder(InterpreterBuilder):
         bytes_each = np.uint64(max(1, pointer.get_element_ty().primitive_bitwidth // 8))
         return Handle(pointer.data + bytes_each * offset.data.astype(np.uint64), pointer.dtype)
 
-    def create_make_block_ptr(self, base, shape, strides, offsets, block_shape, order):
-        return _BlockPointer(base, shape, strides, list(offsets), block_shape, order)
-
-    def create_advance(self, pointer, offsets):
-        moved = [
-            Handle(offset.data + by.data, offset.dtype)
-            for offset, by in zip(pointer.offsets, offsets, strict=True)
-        ]
-        return _BlockPointer(
-            pointer.base, pointer.shape, pointer.strides, moved, pointer.block_shape, pointer.order
-        )
+    create_make_block_ptr = _missing("a block pointer, which Triton 3.8 has no more,")
 
     def create_make_tensor_descriptor(self, base, shape, strides, tensor_shape, is_signed, padding="zero"):
         descriptor = _Descriptor(base, shape, strides, tensor_shape, padding)

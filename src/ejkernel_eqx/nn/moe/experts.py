@@ -9,7 +9,7 @@ from jax import Array
 from ..._shapes import is_symbolic
 from ..._signatures import Module
 from ...dispatch import PlatformLike
-from ...matmul import GroupedMatmul, ScaledMatmul
+from ...matmul import GroupedMatmul
 from ...matmul.arguments import MANY_ROWS
 from ...matmul.epilogue import finished
 from ...quantised.dequantise import is_quantised
@@ -56,11 +56,11 @@ class Experts(Module):
 
     def __call__(self, rows: Array, sizes: Array) -> Array:
         """Rows `[M, E]` in the order of their experts, of which `sizes [N]` says how many each has; rows behind them give 0."""
-        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
+        weights: tuple[Any, ...] = (self.gate_proj, self.up_proj, self.down_proj)
+        gate, up, down = weights
         if self._are_in_float8(rows):
-            scaled: Any = ScaledMatmul()
-            gate, up = scaled(rows, gate, sizes), scaled(rows, up, sizes)
-            return scaled(finished(gate, up, self.hidden.spec), down, sizes)
+            gate, up = gate.float8_rows(rows, gate, sizes), up.float8_rows(rows, up, sizes)
+            return down.float8_rows(finished(gate, up, self.hidden.spec), down, sizes)
         # One product takes gate and up stored alike, `[N, out, in]`.
         alike = jax.tree.structure(gate) == jax.tree.structure(up)
         as_is = lambda w: is_quantised(w) and not w.transposed
