@@ -149,7 +149,10 @@ def listen(page, address: str) -> list[str]:
     say = lambda text, wrong=True: heard.append(text) if wrong else None
     page.on("console", lambda message: say(message.text, message.type == "error"))
     page.on("pageerror", lambda error: say(str(error)))
-    page.on("requestfailed", lambda request: say(f"not loaded: {request.url}"))
+    # What is aborted was under way when the page was left.
+    page.on(
+        "requestfailed", lambda asked: say(f"not loaded: {asked.url}", "ABORTED" not in (asked.failure or ""))
+    )
     known = (address, "data:", "blob:")
     page.on("request", lambda asked: say(f"from elsewhere: {asked.url}", not asked.url.startswith(known)))
     page.on("response", lambda answer: say(f"{answer.status}: {answer.url}", answer.status >= 400))
