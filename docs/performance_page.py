@@ -74,8 +74,9 @@ def rows(file: str) -> Sequence[Mapping[str, Any]]:
 
 def measured(file: str, problem: str, direction: str) -> Iterator[tuple[str, float | None]]:
     """Implementations and their milliseconds. A step's `kernels` are a direction, and so is its `floor` or its `bound`."""
+    same = (problem, DATA["same"].get(problem))
     for row in rows(file):
-        if row["problem"] == problem and row.get("direction", direction) == direction:
+        if row["problem"] in same and row.get("direction", direction) == direction:
             if "step_ms" in row:
                 yield from (("default", row["step_ms"]), (direction, row[f"{direction}_ms"]))
             else:
