@@ -225,7 +225,7 @@ GROUND = (("#8ec4f0", "#d3d6da"), ("#6faee3", "#bcc1c7"))  # ours and the peer's
 DEVICE = "NVIDIA H200"
 
 
-def figure(rows: int, title: str):
+def figure(rows: float, title: str):
     """An empty figure for rows of text and bars. Text has at least 9 px on a phone of 412 px."""
     import matplotlib
 

@@ -49,4 +49,6 @@ def test_the_fastest_peer_counts():
     assert alone.peer == "cuDNN (jax.nn)" and not alone.other_run and not alone.slower
     causal = ("sparse_flex_h200_triton_3.7.1", "causal B2 S8192 H16 D128", "forward")
     assert PAGE.times(*causal).peer == "flex_attention"
-    assert PAGE.times(*causal, ["attention_h200_triton_3.6.0"]).peer == "cuDNN (PyTorch)", "known by another name"
+    assert PAGE.times(*causal, ["attention_h200_triton_3.6.0"]).peer == "cuDNN (PyTorch)", (
+        "known by another name"
+    )
