@@ -74,8 +74,9 @@ def rows(file: str) -> Sequence[Mapping[str, Any]]:
 
 def measured(file: str, problem: str, direction: str) -> Iterator[tuple[str, float | None]]:
     """Implementations and their milliseconds. A step's `kernels` are a direction, and so is its `floor` or its `bound`."""
+    same = (problem, DATA["same"].get(problem))
     for row in rows(file):
-        if row["problem"] == problem and row.get("direction", direction) == direction:
+        if row["problem"] in same and row.get("direction", direction) == direction:
             if "step_ms" in row:
                 yield from (("default", row["step_ms"]), (direction, row[f"{direction}_ms"]))
             else:
@@ -194,12 +195,9 @@ def section(family: Mapping[str, Any]) -> list[str]:
         f'![{family["title"]}: speed over the {against}](assets/{family["name"]}_h200.png){{ width="480" }}'
     )
     rows = [[line.label, *(text for known in line.times for text in cells(known))] for line in body]
-    end = f"`python -m benchmarks {family['command']}`. {source([*dict.fromkeys(files)])}"
-    words = [
-        f"## {family['title']}",
-        " ".join([family["sentence"], summary(names, against, body), *ranges]),
-        picture,
-    ]
+    command = f"`python -m benchmarks {family['command']}`."
+    end = " ".join([family["sentence"], *ranges, command, source([*dict.fromkeys(files)])])
+    words = [f"## {family['title']}", summary(names, against, body), picture]
     return [*words, "", *table(header(names, against), rows), "", end, ""]
 
 
@@ -223,46 +221,85 @@ def marked(text: str, block: str) -> str:
     return f"{before}{begin}\n\n{block}\n\n{end}{rest.split(end)[1]}"
 
 
-def plot(name: str, title: str, bars: Sequence[tuple[str, Times]]) -> None:
-    """Bars of ours, and of a peer at 1, by problem. Names have at least 9 px on a phone of 412 px."""
+GROUND = (("#8ec4f0", "#d3d6da"), ("#6faee3", "#bcc1c7"))  # ours and the peer's, by group of columns
+DEVICE = "NVIDIA H200"
+
+
+def figure(rows: float, title: str):
+    """An empty figure for rows of text and bars. Text has at least 9 px on a phone of 412 px."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axis = pyplot.subplots(figsize=(4.4, 0.7 + 0.5 * len(bars)), layout="constrained")
-    for n, (problem, known) in enumerate(bars):
-        axis.text(0, 3.3 * n, problem, va="center", fontsize=8.5, weight="bold")
-        pair = (
-            ("ejkernel_eqx", known.ours, known.ratio, "#8ec4f0"),
-            (known.peer, known.theirs, 1.0, "#d3d6da"),
-        )
-        for place, (library, ms, size, colour) in enumerate(pair, 1):
-            axis.barh(3.3 * n + place, size, 0.95, color=colour)
-            axis.text(0.02, 3.3 * n + place, f"{library}, {milliseconds(ms)} ms", va="center", fontsize=8.5)
-    axis.axvline(1, color="#333333", linewidth=0.8)
-    axis.set(ylim=(3.3 * len(bars) - 0.6, -0.8), yticks=[])
-    axis.set_title(title, fontsize=9.5)
+    result, axis = pyplot.subplots(figsize=(4.4, 0.75 + 0.155 * rows), layout="constrained")
+    axis.axvline(1, color="#333333", linewidth=0.8, zorder=0)
+    axis.set(ylim=(rows - 0.4, -1), yticks=[])
+    axis.set_title(title, fontsize=9)
     axis.tick_params(axis="x", labelsize=8.5)
     axis.spines[["top", "right", "left"]].set_visible(False)
-    figure.savefig(ROOT / f"docs/assets/{name}_h200.png", dpi=170, metadata={"Software": None})
-    pyplot.close(figure)
+    return result, axis
+
+
+def written(axis, row: float, text: str, **style) -> None:
+    axis.text(0.02, row, text, va="center", fontsize=8.5, **style)
+
+
+def save(drawn, name: str) -> None:
+    drawn.savefig(ROOT / f"docs/assets/{name}_h200.png", dpi=170, metadata={"Software": None})
+
+
+def plot(family: Mapping[str, Any]) -> None:
+    """Each problem of the table: in each direction a bar of ours, and one of the peer, at 1."""
+    names, body = groups(family), lines(family)
+    rows = sum(1.6 + 2.1 * sum(value is not None for value in line.times) for line in body)
+    title = f"{family['title']}, {DEVICE}\nspeed over the {family.get('against', 'fastest peer')} (longer is better)"
+    drawn, axis = figure(rows, title)
+    row = 0.0
+    for line in body:
+        written(axis, row, line.label, weight="bold", bbox={"color": "white", "pad": 0.4})
+        row += 1
+        for name, known, (mine, theirs) in zip(names, line.times, GROUND):
+            if known:
+                label = f", {name}" if len(names) > 1 else ""
+                pair = (
+                    ("ejkernel_eqx", known.ours, known.ratio, mine),
+                    (known.peer, known.theirs, 1.0, theirs),
+                )
+                for library, ms, size, colour in pair:
+                    axis.barh(row, size, 0.95, color=colour)
+                    written(axis, row, f"{library}{label}, {milliseconds(ms)} ms")
+                    row += 1
+                row += 0.1
+        row += 0.6
+    save(drawn, family["name"])
+
+
+def overview() -> None:
+    """The range of each family's table, with every loss."""
+    shown = [family for family in DATA["family"] if "against" not in family]
+    rows = sum(1.6 + len(groups(family)) for family in shown)
+    drawn, axis = figure(
+        rows, f"Speed over the fastest peer, {DEVICE}, bfloat16\nfrom the slowest to the fastest problem"
+    )
+    row = 0.0
+    for family in shown:
+        written(axis, row, family["title"], weight="bold", bbox={"color": "white", "pad": 0.4})
+        row += 1
+        for n, name in enumerate(groups(family)):
+            known = [value.ratio for line in lines(family) if (value := line.times[n])]
+            axis.barh(row, max(known) - min(known), 0.95, left=min(known), color=GROUND[0][0])
+            axis.text(max(known) + 0.04, row, f"{name}: {span(known)}", va="center", fontsize=8.5)
+            row += 1
+        row += 0.6
+    axis.set(xlim=(0, 4.2), xticks=[0, 1, 2, 3, 4])
+    save(drawn, "overview")
 
 
 def plots() -> None:
     for family in DATA["family"]:
-        labels = [f", {name}" if len(groups(family)) > 1 else "" for name in groups(family)]
-        known = [
-            (line.label + label, value)
-            for line in lines(family)
-            for label, value in zip(labels, line.times)
-            if value
-        ]
-        plot(
-            family["name"],
-            f"Speed over the {family.get('against', 'fastest peer')} (longer is better)",
-            known[:10],
-        )
+        plot(family)
+    overview()
 
 
 def main() -> None:

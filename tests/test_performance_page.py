@@ -62,3 +62,8 @@ def test_the_fastest_peer_counts():
     assert PAGE.cells(known)[-1].startswith("**0.9") and PAGE.cells(known)[-1].endswith(PAGE.SLOWER)
     alone = PAGE.times("attention_backward_h200_triton_3.7.1", "B4 S4096 H16 D128 causal", "forward+backward")
     assert alone.peer == "cuDNN (jax.nn)" and not alone.other_run and not alone.slower
+    causal = ("sparse_flex_h200_triton_3.7.1", "causal B2 S8192 H16 D128", "forward")
+    assert PAGE.times(*causal).peer == "flex_attention"
+    assert PAGE.times(*causal, ["attention_h200_triton_3.6.0"]).peer == "cuDNN (PyTorch)", (
+        "known by another name"
+    )
