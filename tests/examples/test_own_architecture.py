@@ -1,4 +1,4 @@
-"""The example of an architecture that no family reads: the logits are those of the same weights as a folder of `transformers`, and the guide shows it."""
+"""The example of an architecture that no family reads: its logits are those of `transformers` for the same weights, and the guide shows it."""
 
 import importlib
 import json

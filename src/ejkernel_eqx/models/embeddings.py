@@ -81,8 +81,7 @@ def _pooler_of(model: Any, pooling: str | None, normalize: bool | None) -> Poole
     own = model.pooler or Pooler("last" if isinstance(model, Decoder) else "mean")
     if pooling is None and normalize is None:
         return own
-    normalize = own.normalize if normalize is None else normalize
-    return Pooler(pooling or own.pooling, normalize, own.layers)
+    return Pooler(pooling or own.pooling, own.normalize if normalize is None else normalize, own.layers)
 
 
 def _padded(batch: list[list[int]], most: int) -> tuple[Array, Array]:

@@ -88,12 +88,16 @@ class Encoder(Module):
         x = embed(body.embedding, tokens) * jnp.asarray(body.config.embedding_scale, body.embedding.dtype)
         if self.positions is not None:
             x = x + embed(self.positions, self._places(tokens, rows))
-        if token_types is not None or self.token_types is not None:
+        if self.token_types is not None:
             given = np.zeros(tokens.shape, np.int32) if token_types is None else token_types
             count = self.config.num_token_types
             say = lambda found: f"token_types: expected numbers below {count}, the model's, received {found}."
             types = checked(jnp.asarray(given), given, lambda x: (x < 0) | (x >= count), say)
             x = x + embed(self.token_types, types)
+        elif token_types is not None:
+            raise ValueError(
+                "token_types: expected None, as this model has no kinds of tokens, received an array."
+            )
         x = x.astype(x.dtype if body.compute_dtype is None else body.compute_dtype)
         return body.through_layers(normed(self.embedding_norm, x), rows)[0]
 

@@ -46,8 +46,9 @@ def _described(config: Mapping[str, Any]) -> DecoderConfig | EncoderConfig:
     return encoder_config(config) if is_encoder(config) else decoder_config(config)
 
 
-def _model_of(described: Any, **options: Any) -> Decoder | Encoder:
-    return (Decoder if isinstance(described, DecoderConfig) else Encoder)(described, **options)
+def _model_of(described: DecoderConfig | EncoderConfig, **options: Any) -> Decoder | Encoder:
+    is_decoder = isinstance(described, DecoderConfig)
+    return Decoder(described, **options) if is_decoder else Encoder(described, **options)
 
 
 def from_pretrained(

@@ -84,7 +84,8 @@ def _dense(folder: pathlib.Path) -> eqx.nn.Linear:
         raise CheckpointError(
             f"{str(folder)!r}: expected a matrix 'linear.weight', received shape {shape}; download it again."
         )
-    make = lambda: linear(jax.random.key(0), *shape[::-1], weights.has("linear.bias"), jnp.float32)
+    sizes: Any = (*shape[::-1], weights.has("linear.bias"), jnp.float32)
+    make = lambda: linear(jax.random.key(0), *sizes)
     layer = fill(eqx.filter_eval_shape(make), weights.at("linear"))
     weights.check()
     return layer

@@ -157,9 +157,9 @@ def _gemma3(config: Entries, layer_index: int) -> dict[str, Any]:
 
 def _both_ways(config: Entries, layer_index: int, window: int | None) -> dict[str, Any]:
     """Attention of an encoder, whose windows have as many tokens in all."""
-    is_full = layer_type(config, layer_index, lambda i: default_type(config, i)) == _FULL
-    is_whole = is_full or window is None
-    return {"causal": False, "sliding_window": None if is_whole else (window // 2, window // 2)}
+    if window is None or layer_type(config, layer_index, lambda i: default_type(config, i)) == _FULL:
+        return {"causal": False, "sliding_window": None}
+    return {"causal": False, "sliding_window": (window // 2, window // 2)}
 
 
 def _bert(config: Config, layer_index: int) -> dict[str, Any]:
