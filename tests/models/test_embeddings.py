@@ -184,7 +184,8 @@ def test_a_decoder_takes_the_last_token(tmp_path):
         ejx.models.from_pretrained(tmp_path)
 
 
-def test_wrong_calls_are_told(unchecked):
+@pytest.mark.usefixtures("unchecked")
+def test_wrong_calls_are_told():
     model = model_of("bert")
     with pytest.raises(ValueError, match=r"at least one token in each text, received none in tokens\[1\]"):
         ejx.models.embed(model, [[1], []])

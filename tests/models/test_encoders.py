@@ -157,7 +157,8 @@ def test_windows_of_an_encoder_are_on_both_sides():
     assert layers("gemma3_text", sliding_window=None) == [None] * 3
 
 
-def test_wrong_calls_are_told(unchecked):
+@pytest.mark.usefixtures("unchecked")
+def test_wrong_calls_are_told():
     model, ids = model_of("bert"), jnp.asarray(tokens())
     with pytest.raises(ValueError, match="at most 64 tokens, the positions that the model has, received 65"):
         model(jnp.zeros((1, 65), jnp.int32))
