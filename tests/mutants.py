@@ -127,6 +127,11 @@ FAULTS = (
     Fault("rolling-cache-oldest", "nn/rolling_cache.py", "RollingKVCache.append", "rank >= (count - self.window)", "rank >= (count - self.window + 2)", "nn/test_rolling_cache.py"),
     # models and published weights
     Fault("residual-scales-swapped", "models/layer.py", "_added", "zip((residual, branch), scales)", "zip((residual, branch), scales[::-1])", "models/test_decoder.py models/test_published.py"),
+    Fault("encoder-norms-shifted", "models/filling_encoders.py", "filled_encoder", "form.norm.format(index - 1) if index", "form.norm.format(index) if index", "models/test_encoders.py"),
+    Fault("encoder-first-position", "models/encoder.py", "Encoder._places", "return at + first", "return at", "models/test_encoders.py"),
+    Fault("encoder-window-whole", "weights/attention_configs.py", "_both_ways", "(window // 2, window // 2)", "(window, window)", "models/test_encoders.py"),
+    Fault("embed-order", "models/embeddings.py", "embed", "[np.argsort(order)]", "[np.array(order)]", "models/test_embeddings.py"),
+    Fault("pooler-first", "models/pooler.py", "Pooler.__call__", "jnp.cumsum(real, axis=-1) == 1", "jnp.arange(x.shape[-2]) == 0", "models/test_embeddings.py"),
     Fault("generate-last-token", "models/steps.py", "begin", "last = width - 1 - jnp.argmax(mask[:, ::-1], axis=-1)", "last = jnp.full(rows, width - 1)", "models/test_generate.py"),
     Fault("drafts-after-the-end", "models/steps.py", "take", "(drafts == token[:, :-1]) & ~ends[:, :-1]", "drafts == token[:, :-1]", "models/test_speculative.py"),
     Fault("drafts-in-the-state", "models/speculative.py", "_taken_back", 'new if hasattr(new, "copy_pages") else old', "new", "models/test_speculative.py"),

@@ -76,28 +76,32 @@ _NAMES: tuple[tuple[_Kind, str], ...] = (
         "moe_intermediate_size shared_expert_intermediate_size num_experts_per_tok default_num_experts "
         "attention_chunk_size floor_scale interleave_moe_layer_step intermediate_size_mlp "
         "mamba_n_heads mamba_n_groups mamba_d_state mamba_d_conv "
+        "local_attention global_attn_every_n_layers "
         "n_group topk_group full_attention_interval sliding_window_pattern no_rope_layer_interval",
     ),
     (
         _COUNT,
         "num_experts num_local_experts n_routed_experts n_shared_experts decoder_sparse_step "
         "first_k_dense_replace moe_layer_freq max_window_layers num_nextn_predict_layers "
-        "num_kv_shared_layers hidden_size_per_layer_input shared_intermediate_size",
+        "type_vocab_size num_kv_shared_layers hidden_size_per_layer_input shared_intermediate_size",
     ),
     (_integers(1, 2**40), "sliding_window"),
     (_either(_SIZE, _AUTO), "time_step_rank mamba_d_head"),
     (_LENGTH, "max_position_embeddings original_max_position_embeddings"),
     (_either(_TOKEN, _lists(_TOKEN)), "eos_token_id"),
+    (_TOKEN, "pad_token_id"),
     (_lists(_INDEX), "mlp_only_layers kda_layers layers mrope_section no_rope_layers moe_layers"),
     (_lists(_TEXT), "layer_types mlp_layer_types modules_to_not_convert ignored_layers ignore targets"),
     (
         _TEXT,
         "model_type hidden_act hidden_activation dtype torch_dtype rope_type type topk_method "
         "scoring_func feature_map quant_method fmt version format checkpoint_format pack_dtype strategy "
-        "quantization_status position_embedding_type",
+        "quantization_status position_embedding_type path pooling_mode activation_function",
     ),
     (
         _FLAG,
+        "is_decoder norm_bias pooling_mode_cls_token pooling_mode_mean_tokens pooling_mode_max_tokens pooling_mode_lasttoken "
+        "pooling_mode_mean_sqrt_len_tokens pooling_mode_weightedmean_tokens "
         "use_parallel_residual mamba_conv_bias mamba_proj_bias qk_layernorm attention_k_eq_v enable_moe_block mla_use_nope "
         "attention_bias attention_out_bias mlp_bias qkv_bias use_bias use_qk_norm use_conv_bias tie_word_embeddings use_sliding_window "
         "attn_output_gate rope_interleave scale_attn_weights "
@@ -139,6 +143,7 @@ FIELDS = {name: kind for kind, names in _NAMES for name in names.split()}
 
 # Numbers that are computed with; elsewhere null says that there is none.
 _NEVER_NULL = frozenset(
+    "local_attention global_attn_every_n_layers "
     "max_window_layers sliding_window_pattern full_attention_interval routed_scaling_factor swiglu_limit swiglu_alpha "
     "no_rope_layer_interval embedding_multiplier logits_scaling logit_scale residual_multiplier attention_multiplier "
     "rms_norm_eps layer_norm_epsilon norm_eps mixer_rms_eps linear_head_dim linear_num_heads linear_conv_kernel_dim "

@@ -12,6 +12,9 @@ PATH = pathlib.Path(__file__).parent / "golden.json"
 GOLDEN: dict[str, dict[str, Any]] = json.loads(PATH.read_text())
 """For each kind its `config`, the `shapes` of its weights, the `logits` of the last token of each row, and the `norm` of all logits."""
 
+ENCODERS: dict[str, dict[str, Any]] = json.loads(PATH.with_name("encoders.json").read_text())
+"""The same for encoders, with some `features` of real tokens in the place of logits; `encoder_inputs` makes them."""
+
 
 def model_type(kind: str) -> str:
     return kind.partition(" ")[0]
@@ -23,7 +26,7 @@ def drawn(shapes: Mapping[str, Any]) -> dict[str, np.ndarray]:
     def one(name: str, shape: Any) -> np.ndarray:
         random = np.random.default_rng(zlib.crc32(name.encode()))
         value = random.standard_normal(tuple(shape)).astype(np.float32)
-        if "norm" in name:
+        if "norm" in name.lower():
             return (0.2 * value + (0.0 if "bias" in name else 1.0)).astype(np.float32)
         if name.endswith("A_log"):
             return np.log(1 + np.abs(value)).astype(np.float32)
@@ -34,3 +37,10 @@ def drawn(shapes: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 def tokens(rows: int = 2, length: int = 13) -> np.ndarray:
     return np.random.default_rng(7).integers(3, 61, (rows, length)).astype(np.int32)
+
+
+def encoder_inputs(config: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, which of them are real, and their types."""
+    ids, real = tokens(), np.arange(13) < np.array([[13], [8]])
+    ids[~real] = config["pad_token_id"]
+    return ids, real, np.broadcast_to(np.arange(13, dtype=np.int32) // 5 % 2, ids.shape)

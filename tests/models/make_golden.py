@@ -2,6 +2,7 @@
 
 python tests/models/make_golden.py
 python tests/models/make_golden.py configs.json  # and for other kinds: an object with the configuration of each
+python tests/models/make_golden.py --encoders    # encoders.json
 """
 
 import json
@@ -14,7 +15,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent))
 import torch  # pyright: ignore[reportMissingImports]
 import transformers  # pyright: ignore[reportMissingImports]
 
-from tests.models.cases import drawn, GOLDEN, PATH, tokens
+from tests.models.cases import drawn, encoder_inputs, ENCODERS, GOLDEN, PATH, tokens
 
 MEANT = ("q_lora_rank",)  # where null says something
 VISION = {"depth": 1, "hidden_size": 16, "embed_dim": 16, "num_heads": 2, "intermediate_size": 16}
@@ -31,6 +32,8 @@ def published(given: dict):
     config = transformers.CONFIG_MAPPING[given["model_type"]].from_dict(given)
     config._attn_implementation = "eager"
     kind = transformers.AutoModelForImageTextToText if has_parts else transformers.AutoModelForCausalLM
+    if given in [case["config"] for case in ENCODERS.values()]:
+        kind = transformers.AutoModel
     with torch.no_grad():
         model = kind.from_config(config, dtype=torch.float32).eval()
         state = model.state_dict()
@@ -70,6 +73,26 @@ def without_nulls(config: dict) -> dict:
     return kept if inner is None else kept | {"text_config": without_nulls(inner)}
 
 
+def features_of(model, given: dict) -> torch.Tensor:
+    """Those of real tokens, one after the other."""
+    ids, real, types = (torch.tensor(array.astype("int64")) for array in encoder_inputs(given))
+    more = {} if given.get("type_vocab_size", 1) < 2 else {"token_type_ids": types}
+    with torch.no_grad():
+        return model(ids, attention_mask=real, **more).last_hidden_state[real.bool()]
+
+
+def encoders() -> None:
+    path = PATH.with_name("encoders.json")
+    for case in ENCODERS.values():
+        model, shapes = published(case["config"])
+        features = features_of(model, case["config"])
+        rounded = [[round(float(x), 6) for x in row] for row in features[::5, ::5]]
+        config = without_nulls(json.loads(model.config.to_json_string(use_diff=False)))
+        case |= {"config": config, "shapes": shapes, "features": rounded, "norm": float(features.norm())}
+    path.write_text(json.dumps(ENCODERS, indent=None, separators=(",", ":"), sort_keys=True) + "\n")
+    print(f"{path}: {path.stat().st_size} bytes, transformers {transformers.__version__}")
+
+
 def main() -> None:
     ids, golden = tokens(), {}
     configs = {kind: case["config"] for kind, case in GOLDEN.items()}
@@ -90,4 +113,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    encoders() if "--encoders" in sys.argv else main()

@@ -1,4 +1,4 @@
-"""A decoder-only language model as data: which mixer each layer has, with which norms and which MLP."""
+"""A decoder or an encoder as data: which mixer each layer has, with which norms and which MLP."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -6,12 +6,13 @@ from typing import Any, Literal
 
 from ..nn.activations import ACTIVATIONS, UNGATED
 from ..nn.arguments import check_eps, check_flags, check_numbers, check_sizes
+from ..sequences.packing import read_count
 
-Norms = Literal["pre", "post", "around", "residual", "parallel", "parallel_apart"]
+Norms = Literal["pre", "pre_mlp", "post", "around", "residual", "parallel", "parallel_apart"]
 NormType = Literal["rms", "layer", "layer_without_bias"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu", "relu2"]
 
-NORMS = ("pre", "post", "around", "residual", "parallel", "parallel_apart")
+NORMS = ("pre", "pre_mlp", "post", "around", "residual", "parallel", "parallel_apart")
 _NORM_TYPES = ("rms", "layer", "layer_without_bias")
 
 
@@ -90,7 +91,7 @@ class LayerConfig:
     - `norms`: where the norms are. `"pre"`: before the mixer and before the MLP (Llama). `"post"`: behind each (OLMo-2).
         `"around"`: before and behind each (Gemma 2 and 3). `"residual"`: before each, and the residual is the normalised input
         (MiniMax). `"parallel"`: one, whose output both the mixer and the MLP take; both are added to the residual (Phi-2, Cohere).
-        `"parallel_apart"`: the same with a norm for each (Pythia).
+        `"parallel_apart"`: the same with a norm for each (Pythia). `"pre_mlp"`: before the MLP alone (the first layer of ModernBERT).
     - `mixer_scales`, `mlp_scales`: what the residual and the branch are multiplied by (MiniMax's alpha and beta).
     - `output_scale`: whether the tokens are multiplied by a learned number behind the MLP (Gemma 4).
     """
@@ -182,3 +183,39 @@ class DecoderConfig:
         if whole * period < count:
             stacks.append((whole * period, count - whole * period, 1))
         return tuple(stacks)
+
+
+@dataclasses.dataclass(frozen=True)
+class EncoderConfig:
+    """A whole encoder.
+
+    **Arguments:**
+
+    - `body`: the embedding, the layers and the last norm, as a `DecoderConfig` without a head (`tie_embeddings`). The mixer of each layer is
+        `"attention"` with the option `causal` false.
+    - `num_positions`: the rows of learned positions, which are added to the embedding; 0 for none, as where layers rotate.
+    - `first_position`: the row of the first token of a text (RoBERTa: 2).
+    - `num_token_types`: the kinds of tokens, such as first and second sentence, whose embeddings are added; 0 for none.
+    - `embedding_norm`: whether a norm stands between the embedding and the layers (ModernBERT). In BERT it is that before the first mixer.
+    """
+
+    body: DecoderConfig
+    num_positions: int = 0
+    first_position: int = 0
+    num_token_types: int = 0
+    embedding_norm: bool = False
+
+    def __post_init__(self):
+        if not isinstance(self.body, DecoderConfig) or not self.body.tie_embeddings:
+            raise ValueError(
+                f"body: expected a DecoderConfig with tie_embeddings, as an encoder has no head, received {self.body!r}."
+            )
+        for name in ("num_positions", "first_position", "num_token_types"):
+            read_count(name, getattr(self, name))
+        check_flags(embedding_norm=self.embedding_norm)
+        for index, layer in enumerate(self.body.layers):
+            if layer.mixer != "attention" or dict(layer.options).get("causal", True):
+                raise ValueError(
+                    f"body: expected 'attention' with causal=False in each layer, received {layer.mixer!r} in layer {index}, whose tokens see no "
+                    "later ones; set the option, or build a Decoder."
+                )

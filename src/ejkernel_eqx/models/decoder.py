@@ -17,7 +17,7 @@ from .._values import stops_programs
 from ..dispatch import Backend, place_of_calls
 from ..losses import LinearCrossEntropy
 from ..nn import CacheState, ExpertParallel, RouterStatistics
-from ..nn.arguments import check_flags, check_tokens, read_array
+from ..nn.arguments import check_flags
 from ..nn.initial import keys_of, normal
 from ..nn.parts import Parts
 from ..nn.projection import are_few
@@ -27,9 +27,10 @@ from .caches import DecoderCache, ServingCache
 from .config import DecoderConfig, MoEConfig
 from .filling import filled_decoder
 from .layer import DecoderLayer, Norm, norm_of, normed
+from .pooler import Pooler
 from .rows_as_pages import as_differentiated, have_pages, meshes_of, MOST_TOKENS, PagedRows
 from .split import split_options
-from .vocabulary import embed, in_vocabulary, logits_of
+from .vocabulary import check_rows, embed, in_vocabulary, logits_of
 
 _KERNELS = (
     "attention_out attention_lse native_sparse_out native_sparse_saved recurrence_out recurrence_state "
@@ -82,6 +83,7 @@ class Decoder(Module):
     norm: Norm
     head: eqx.nn.Linear | None  # None where it is the embedding
     cross_entropy: LinearCrossEntropy
+    pooler: Pooler | None  # of `embed`, where the published model has one
     config: DecoderConfig = eqx.field(static=True)
     scan_layers: bool = eqx.field(static=True)
     remat: str = eqx.field(static=True)
@@ -156,6 +158,7 @@ class Decoder(Module):
         head = lambda: parts.linear(width, config.vocab_size, config.head_bias)
         self.head = None if config.tie_embeddings else head()
         self.cross_entropy = LinearCrossEntropy(logits_soft_cap=config.logits_soft_cap)
+        self.pooler = None
         self.config, self.scan_layers, self.remat = config, scan_layers, remat
 
     @property
@@ -269,11 +272,7 @@ class Decoder(Module):
         if self.config.embedding_scale != 1:
             x = x * jnp.asarray(self.config.embedding_scale, dtype)
         if cache is None:
-            found = []
-            for stack, repeats in zip(self.stacks, self._repeats()):
-                x, statistics = self._train(stack, repeats, x, rows, return_statistics)
-                found += statistics
-            x = normed(self.norm, x)
+            x, found = self.through_layers(x, rows, return_statistics)
             return (
                 (x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)) if return_statistics else x
             )
@@ -285,6 +284,16 @@ class Decoder(Module):
         over_rows = lambda model, *given: model._through(model._decode, *given)
         call = as_differentiated(Decoder._over_pages, over_rows) if is_paged else over_rows
         return call(self, x, cache, rows)
+
+    def through_layers(
+        self, x: Array, rows: dict[str, Any], return_statistics: bool = False
+    ) -> tuple[Array, list[RouterStatistics]]:
+        """The input of the head, from embedded tokens `[..., T, E]`, and if requested what routers did, stack by stack. `rows` is checked."""
+        found = []
+        for stack, repeats in zip(self.stacks, self._repeats()):
+            x, statistics = self._train(stack, repeats, x, rows, return_statistics)
+            found += statistics
+        return normed(self.norm, x), found
 
     def _over_pages(self, x: Array, cache: DecoderCache, rows: dict[str, Any]) -> tuple[Array, DecoderCache]:
         """A call with few tokens a row."""
@@ -367,17 +376,11 @@ class Decoder(Module):
             raise ValueError(
                 "cache: expected a ServingCache with batch, received None; init_serving_cache makes one."
             )
-        tokens = read_array("tokens", tokens, "integers", "[..., T]")
-        if tokens.ndim < 1:
-            raise ValueError(
-                "tokens: expected integers [..., T], received a single one; give it an axis of time."
-            )
         if not isinstance(rows.get("batch"), RaggedBatch | None):
             raise ValueError(
                 f"batch: expected a RaggedBatch, received {type(rows['batch']).__name__}; build it with RaggedBatch.build."
             )
-        for name, kind in (("padding_mask", "booleans"), ("segment_ids", "integers")):
-            check_tokens(name, rows.get(name), kind, "tokens", tokens[..., None])
+        check_rows(tokens, rows)
         return rows
 
     def _train(

@@ -1,5 +1,6 @@
 """The places of the arrays of a published model in a decoder."""
 
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -22,6 +23,7 @@ _NORM_FIELDS = ("mixer_norm", "mixer_out_norm", "mlp_norm", "mlp_out_norm")
 _NORM_NAMES = {
     "pre": ("input_layernorm", None, "post_attention_layernorm", None),
     "residual": ("input_layernorm", None, "post_attention_layernorm", None),
+    "pre_mlp": (None, None, "post_attention_layernorm", None),
     "parallel": ("input_layernorm", None, None, None),
     "parallel_apart": ("input_layernorm", None, "post_attention_layernorm", None),
     "post": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
@@ -33,7 +35,8 @@ _NORM_NAMES = {
     ),
 }
 
-_UPS, _DOWNS = ("up_proj", "fc1", "c_fc", "dense_h_to_4h"), ("down_proj", "fc2", "c_proj", "dense_4h_to_h")
+_UPS = ("up_proj", "fc1", "c_fc", "dense_h_to_4h", "intermediate.dense")
+_DOWNS = ("down_proj", "fc2", "c_proj", "dense_4h_to_h", "output.dense")
 _GLM4_NORMS = (
     "input_layernorm",
     "post_self_attn_layernorm",
@@ -60,26 +63,31 @@ def filled_decoder(model: Any, weights: Any) -> Any:
     else:
         for view in views:
             _check_tied(view, embedding)
-    _check_layers(body, len(model.config.layers))
+    check_layers(body, len(model.config.layers))
+    stacks = filled_stacks(model, lambda index: (body.at(f"layers.{index}"),), filled_layer)
+    where = lambda m: (m.embedding, m.norm, m.head, m.stacks)
+    return eqx.tree_at(where, model, (embedding, norm, head, stacks), is_leaf=lambda leaf: leaf is None)
+
+
+def filled_stacks(model: Any, views_of: Callable[[int], tuple[Any, ...]], filled: Callable[..., Any]) -> Any:
+    """The stacks of the model, each layer filled from the views of its place."""
     stacks = []
     for (first, period, repeats), stack in zip(model.config.stacks(), model.stacks):
         one = lambda place, first=first, period=period, repeats=repeats, stack=stack: _stacked(
-            stack[place], [body.at(f"layers.{first + place + period * i}") for i in range(repeats)]
+            stack[place], [views_of(first + place + period * i) for i in range(repeats)], filled
         )
         stacks.append(tuple(one(place) for place in range(period)))
-    where = lambda m: (m.embedding, m.norm, m.head, m.stacks)
-    return eqx.tree_at(
-        where, model, (embedding, norm, head, tuple(stacks)), is_leaf=lambda leaf: leaf is None
-    )
+    return tuple(stacks)
 
 
-def _check_layers(body: Any, count: int) -> None:
+def check_layers(body: Any, count: int, name: str = "layers") -> None:
     """Before arrays for all layers are made."""
-    held = {name.split(".")[1] for name in body.names() if name.startswith("layers.")}
+    start = len(name) + 1
+    held = {n[start:].partition(".")[0] for n in body.names() if n.startswith(f"{name}.")}
     absent = [index for index in range(count) if str(index) not in held]
     if held and absent:
         raise CheckpointError(
-            f"{body.prefix + 'layers'!r}: expected the weights of {count} layers (num_hidden_layers), received those of {len(held)}; layer "
+            f"{body.prefix + name!r}: expected the weights of {count} layers (num_hidden_layers), received those of {len(held)}; layer "
             f"{absent[0]} has none. Download all files of the model, or correct its config.json."
         )
 
@@ -102,18 +110,18 @@ def _first(view: Any, names: tuple[str, ...]) -> str:
     return next((name for name in names if any(n.startswith(f"{name}.") for n in found)), names[0])
 
 
-def _stacked(layers: Any, views: list[Any]) -> Any:
+def _stacked(layers: Any, views: list[tuple[Any, ...]], filled: Callable[..., Any]) -> Any:
     """A stack of layers, filled one after the other into arrays that are written in place."""
     parameters, rest = eqx.partition(layers, is_parameter)
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), parameters)
     buffers, is_loaded = None, lambda leaf: is_parameter(leaf) or is_quantised(leaf)
     for index, view in enumerate(views):
-        layer = eqx.filter(_filled_layer(eqx.combine(one, rest), view), is_loaded, is_leaf=is_quantised)
+        layer = eqx.filter(filled(eqx.combine(one, rest), *view), is_loaded, is_leaf=is_quantised)
         if buffers is None:
             # In their place from the start: no device holds more of a stack than is its share.
             empty = lambda x, like: empty_stack(len(views), x, sharding_of(like))
             buffers = jax.tree.map(empty, layer, parameters, is_leaf=is_quantised)
-        check_alike(buffers, layer, view.prefix)
+        check_alike(buffers, layer, view[0].prefix)
         buffers = jax.tree.map(lambda buffer, x, index=index: _put(index, x, buffer), buffers, layer)
     one_of = lambda buffer, other: other if buffer is None else buffer
     return jax.tree.map(one_of, buffers, rest, is_leaf=lambda x: x is None or is_quantised(x))
@@ -131,7 +139,7 @@ def _written(index: Any, x: Any, buffer: Any) -> Any:
     return buffer.at[index].set(x)
 
 
-def _filled_layer(layer: Any, view: Any) -> Any:
+def filled_layer(layer: Any, view: Any) -> Any:
     names = ("norm", None, None, None) if layer.mlp is None else _NORM_NAMES[layer.config.norms]
     if view.has("post_self_attn_layernorm.weight"):
         names = _GLM4_NORMS
@@ -160,6 +168,8 @@ def filled_mlp(mlp: Any, weights: Any) -> Any:
         weights.skip("gate.weight", "router.weight", "router.bias")  # which has one to choose from
     if weights.has("gate_up_proj.weight") or weights.has("experts.gate_up_proj"):
         return _filled_fused(mlp, weights, experts)
+    if weights.has("Wi.weight"):  # ModernBERT
+        return _filled_fused(mlp, weights, False, ("Wi", "Wo"))
     names = {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"}
     if experts:  # MiniMax, in files
         names = {"gate_proj": "experts.0.w1", "up_proj": "experts.0.w3", "down_proj": "experts.0.w2"}
@@ -167,7 +177,9 @@ def filled_mlp(mlp: Any, weights: Any) -> Any:
     return eqx.tree_at(lambda m: [getattr(m, field) for field in names], mlp, new)
 
 
-def _filled_fused(mlp: Any, weights: Any, experts: bool) -> Any:
+def _filled_fused(
+    mlp: Any, weights: Any, experts: bool, names: tuple[str, str] = ("gate_up_proj", "down_proj")
+) -> Any:
     # GPT-OSS keeps [in, out], with the features of gate and up in turn.
     turned = mlp.config.activation == "clamped_swiglu"
 
@@ -183,10 +195,10 @@ def _filled_fused(mlp: Any, weights: Any, experts: bool) -> Any:
     outer, inner = mlp.down_proj.weight.shape
     for kind in ("weight", "bias") if mlp.config.use_bias else ("weight",):
         columns = lambda size, kind=kind: (size,) if kind == "weight" else ()
-        both = take("gate_up_proj", kind, (2 * inner, *columns(outer)))
+        both = take(names[0], kind, (2 * inner, *columns(outer)))
         rows = (slice(0, None, 2), slice(1, None, 2)) if turned else (slice(inner), slice(inner, None))
         gate, up = (rows_of(both, part) for part in rows)
-        down = take("down_proj", kind, (outer, *columns(inner)))
+        down = take(names[1], kind, (outer, *columns(inner)))
         where = lambda m, kind=kind: [getattr(p, kind) for p in (m.gate_proj, m.up_proj, m.down_proj)]
         mlp = eqx.tree_at(where, mlp, [gate, up, down])
     return mlp

@@ -1,4 +1,4 @@
-"""One layer of a decoder: a mixer and an MLP between norms."""
+"""One layer of a decoder or an encoder: a mixer and an MLP between norms."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -142,13 +142,13 @@ class DecoderLayer(Module):
     ):
         mixer_key, mlp_key = keys_of(key)
         norm = lambda there: norm_of(norm_type, embed_dim, norm_eps, dtype) if there else None
-        before, behind = config.norms != "post", config.norms in ("post", "around")
+        before, behind = config.norms not in ("post", "pre_mlp"), config.norms in ("post", "around")
         place = {"layer_index": layer_index, "num_layers": num_layers}
         own = dict(config.options) | dict((split or {}).get(config.mixer, {}))
         self.mixer = MIXERS[config.mixer](embed_dim, **place, **own, **options, dtype=dtype, key=mixer_key)
         self.mixer_norm, self.mixer_out_norm = norm(before), norm(behind)
         has_mlp = config.mlp is not None
-        apart = before and config.norms != "parallel"
+        apart = config.norms not in ("post", "parallel")
         self.mlp_norm, self.mlp_out_norm = norm(apart and has_mlp), norm(behind and has_mlp)
         self.mlp = None
         if isinstance(config.mlp, MLPConfig):

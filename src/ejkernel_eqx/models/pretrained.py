@@ -17,8 +17,11 @@ from ..weights import Weights
 from ..weights.configs import text_entries
 from ..weights.load import loaded
 from ..weights.source import of_file, read_json
+from .config import DecoderConfig, EncoderConfig
 from .decoder import Decoder
-from .published import decoder_config, stop_tokens
+from .encoder import Encoder
+from .published import decoder_config, encoder_config, is_encoder, stop_tokens
+from .sentence_files import read_pooler
 
 _MOST_BYTES = 2**24
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -26,17 +29,26 @@ _PARTS = ("vision_tower", "vision_model", "visual", "audio_tower", "multi_modal_
 _OTHER_PARTS = tuple(f"{root}{part}.*" for root in ("", "model.") for part in _PARTS)
 
 
-def from_config(config: Mapping[str, Any], *, key: jax.Array, **options: Any) -> Decoder:
-    """A `Decoder` with the architecture of a published model and random weights.
+def from_config(config: Mapping[str, Any], *, key: jax.Array, **options: Any) -> Any:
+    """A `Decoder` or, of an encoder, an `Encoder` with the architecture of a published model and random weights.
 
     **Arguments:**
 
     - `config`: the content of its `config.json`.
-    - `key`: a PRNG key; `options`: those of [`Decoder`][ejkernel_eqx.models.Decoder].
+    - `key`: a PRNG key; `options`: those of [`Decoder`][ejkernel_eqx.models.Decoder] or [`Encoder`][ejkernel_eqx.models.Encoder].
 
     **Raises:** as [`decoder_config`][ejkernel_eqx.models.decoder_config].
     """
-    return Decoder(decoder_config(config), key=key, **options)
+    return _model_of(_described(config), **options, key=key)
+
+
+def _described(config: Mapping[str, Any]) -> DecoderConfig | EncoderConfig:
+    return encoder_config(config) if is_encoder(config) else decoder_config(config)
+
+
+def _model_of(described: DecoderConfig | EncoderConfig, **options: Any) -> Decoder | Encoder:
+    is_decoder = isinstance(described, DecoderConfig)
+    return Decoder(described, **options) if is_decoder else Encoder(described, **options)
 
 
 def from_pretrained(
@@ -47,7 +59,7 @@ def from_pretrained(
     dequantise: bool | Sequence[str] = False,
     sharding: Callable[[str, Any], Any] | None = None,
     **options: Any,
-) -> Decoder:
+) -> Any:
     """A published model, as `transformers` and the Hugging Face Hub have it on disk. Nothing is downloaded, and no code in the folder is run.
 
     ```python
@@ -72,7 +84,8 @@ def from_pretrained(
     - `options`: those of [`Decoder`][ejkernel_eqx.models.Decoder]: `compute_dtype`, `platform`, `scan_layers`, `remat`, `expert_parallel`,
         `sequence_axis`, `token_order`.
 
-    **Returns:** the `Decoder`. Its weights are read layer by layer, so that they need not be held twice.
+    **Returns:** a `Decoder` or, of an encoder, an `Encoder`. With the files of sentence-transformers in the folder, its field `pooler` says how
+    [`embed`][ejkernel_eqx.models.embed] makes vectors. Its weights are read layer by layer, so that they need not be held twice.
 
     **Raises:** `CheckpointError`, which is a `ValueError`, where the folder lacks a file, entries of `config.json` are missing, of another type or
     out of bounds, or weights are missing, left over or of other shapes; where the `quantization_config` says what is not read, or the arrays of
@@ -82,14 +95,19 @@ def from_pretrained(
     folder = pathlib.Path(path).expanduser()
     path = folder / "config.json"
     config = _read_json(path)
-    described = of_file(path, decoder_config, config)
+    described = of_file(path, _described, config)
     # Models for chats end a turn with tokens that often are in this file alone.
-    if (beside := folder / "generation_config.json").is_file():
+    beside = folder / "generation_config.json"
+    if isinstance(described, DecoderConfig) and beside.is_file():
         stop = of_file(beside, stop_tokens, _read_json(beside))
         described = dataclasses.replace(described, stop_tokens=stop or described.stop_tokens)
     dtype = of_file(path, published_dtype, config) if dtype is None else dtype
-    weights = Weights.open(folder, dequantise=dequantise)
-    make = lambda: Decoder(described, dtype=dtype, **options, key=jax.random.key(0))
+    weights, pooler = Weights.open(folder, dequantise=dequantise), read_pooler(folder)
+    if pooler is not None and isinstance(described, DecoderConfig):
+        # A model for vectors may be published without its head, which they do not need.
+        has_head = any(name.endswith("lm_head.weight") for name in weights.names())
+        described = described if has_head else dataclasses.replace(described, tie_embeddings=True)
+    make = lambda: _model_of(described, dtype=dtype, **options, key=jax.random.key(0))
     # Only shapes: none of the random weights is made. Integers (a layer's place in the model) are computed, as no file has them.
     shapes = eqx.filter_eval_shape(make)
     is_integer = lambda x: eqx.is_array(x) and not jnp.issubdtype(x.dtype, jnp.inexact)
@@ -98,7 +116,8 @@ def from_pretrained(
         shapes, integers = _sharded(shapes, sharding), _sharded(integers, sharding)
     like = eqx.combine(integers, shapes)
     other_parts = _OTHER_PARTS if config.get("text_config") or config.get("vision_config") else ()
-    return loaded(like, weights, (*ignore, *other_parts, *_drafting_layers(config)))
+    model = loaded(like, weights, (*ignore, *other_parts, *_drafting_layers(config)))
+    return eqx.tree_at(lambda m: m.pooler, model, pooler, is_leaf=lambda leaf: leaf is None)
 
 
 def _drafting_layers(config: Mapping[str, Any]) -> list[str]:

@@ -81,7 +81,7 @@ def read_prompts(prompts: Any, padding_mask: Any, vocabulary: int) -> tuple[Arra
 
 
 def _padded(prompts: Any) -> tuple[Array, Array]:
-    rows = _rows_of(prompts)
+    rows = rows_of(prompts)
     width = rounded(max(map(len, rows))) or 1
     tokens = np.zeros((len(rows), width), np.int64)
     mask = np.zeros((len(rows), width), bool)
@@ -90,32 +90,32 @@ def _padded(prompts: Any) -> tuple[Array, Array]:
     return jnp.asarray(tokens, jnp.int32), jnp.asarray(mask)
 
 
-def _rows_of(prompts: Any) -> list[list[int]]:
+def rows_of(prompts: Any, name: str = "prompts") -> list[list[int]]:
     """The tokens of each prompt, from lists or arrays of them."""
     is_list = isinstance(prompts, Sequence) and not isinstance(prompts, str | bytes)
     if is_list and any(isinstance(row, int | np.integer) for row in prompts):
         raise ValueError(
-            "prompts: expected a list of tokens for each prompt, received one list of integers; put it into a list, [[1, 2, 3]]."
+            f"{name}: expected a list of tokens for each text, received one list of integers; put it into a list, [[1, 2, 3]]."
         )
     if not is_list or not prompts:
-        raise _not_tokens(prompts, "")
+        raise _not_tokens(name, prompts, "")
     rows: list[Any] = [
         row.tolist() if isinstance(row, Array | np.ndarray) and row.ndim else row for row in prompts
     ]
     for i, row in enumerate(rows):
         if not isinstance(row, Sequence) or isinstance(row, str | bytes):
-            raise _not_tokens(row, f" as prompts[{i}]")
+            raise _not_tokens(name, row, f" as {name}[{i}]")
         for token in row:
             if isinstance(token, bool) or not isinstance(token, int | np.integer):
-                raise _not_tokens(token, f" in prompts[{i}]")
+                raise _not_tokens(name, token, f" in {name}[{i}]")
     return [list(row) for row in rows]
 
 
-def _not_tokens(value: Any, where: str) -> ValueError:
+def _not_tokens(name: str, value: Any, where: str) -> ValueError:
     is_text = isinstance(value, str | bytes)
     remedy = "a tokenizer makes tokens of texts" if is_text else "tokens are integers, such as [[1, 2, 3]]"
     return ValueError(
-        f"prompts: expected integers [..., T] or lists of tokens, received {type(value).__name__} {reprlib.repr(value)}{where}; {remedy}."
+        f"{name}: expected integers [..., T] or lists of tokens, received {type(value).__name__} {reprlib.repr(value)}{where}; {remedy}."
     )
 
 

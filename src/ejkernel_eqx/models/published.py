@@ -1,5 +1,6 @@
-"""Published models as decoders: what their `config.json` means here."""
+"""Published models as decoders and encoders: what their `config.json` means here."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -8,11 +9,11 @@ from .._entries import Entries, entries_of, shown
 from .._errors import CheckpointError
 from .._signatures import nearest
 from ..weights import recurrent_configs
-from ..weights.attention_configs import attention_options, default_type
+from ..weights.attention_configs import attention_options, BERTS, default_type
 from ..weights.configs import ACTIVATIONS, ALIASES, layer_type, text_entries, unit_offset_norms
 from ..weights.expert_configs import experts_of, mixture_of_experts_options
 from ..weights.latent_configs import latent_attention_options
-from .config import DecoderConfig, LayerConfig, MLPConfig, MoEConfig, Norms, NormType
+from .config import DecoderConfig, EncoderConfig, LayerConfig, MLPConfig, MoEConfig, Norms, NormType
 
 
 class _Family(NamedTuple):
@@ -29,6 +30,8 @@ class _Family(NamedTuple):
     """Whether its MLPs do."""
     norm_type: NormType = "rms"
     output_scale: bool = False
+    is_encoder: bool = False
+    """Whether its tokens see later ones."""
     defaults: Mapping[str, Any] = {}
     """Of entries that published configurations leave out."""
 
@@ -36,10 +39,12 @@ class _Family(NamedTuple):
 _TANH = "gelu_pytorch_tanh"
 _EPS = {"rms_norm_eps": 1e-5}
 _LAYER_EPS = {"layer_norm_eps": 1e-5, "norm_epsilon": 1e-5}
-_EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon")
+_EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
 _TIED = {"tie_word_embeddings": True}
 _GEMMA3 = {"vocab_size": 262_208, "hidden_size": 2304, "num_hidden_layers": 26, "intermediate_size": 9216}
 _MAMBA = {"vocab_size": 50_280, "hidden_size": 768, "num_hidden_layers": 32, "layer_norm_epsilon": 1e-5}
+_BERT = {"hidden_act": "gelu", "layer_norm_eps": 1e-12}
+_MODERN_BERT = {"hidden_activation": "gelu", "norm_eps": 1e-5}
 _QWEN3_5_MOE = {"full_attention_interval": 4, "intermediate_size": 512}  # of no layer, as all have experts
 
 FAMILIES: dict[str, _Family] = {
@@ -93,8 +98,31 @@ FAMILIES: dict[str, _Family] = {
     "granitemoehybrid": _Family(recurrent="mamba2", defaults={"shared_intermediate_size": 1024}),
     "ministral3": _Family(defaults=_EPS),
     "kimi_linear": _Family(attention="latent_attention", recurrent="kimi_delta_attention", defaults=_EPS),
+    # Norms behind a sum with the residual are norms before the next branch, whose residual they are.
+    **dict.fromkeys(
+        BERTS, _Family("residual", has_gate=False, norm_type="layer", is_encoder=True, defaults=_BERT)
+    ),
+    "modernbert": _Family(norm_type="layer_without_bias", is_encoder=True, defaults=_MODERN_BERT),
 }
-"""The published models that a `Decoder` can be, by the `model_type` of their configuration."""
+"""The published models that a `Decoder` or an `Encoder` can be, by the `model_type` of their configuration."""
+
+
+def is_encoder(config: Any) -> bool:
+    """Returns whether the tokens of a published model see each other in both directions."""
+    entries = text_entries(config)
+    is_both = entries.get("model_type") == "gemma3_text" and entries.get("use_bidirectional_attention")
+    return _family(entries).is_encoder or bool(is_both)
+
+
+def _family(entries: Entries) -> _Family:
+    kind = entries.get("model_type")
+    if kind not in FAMILIES:
+        known = sorted({*FAMILIES, *ALIASES})
+        raise ValueError(
+            f"model_type: expected one of {', '.join(known)}, received {shown(kind)}{nearest(kind, known)} A model with the layers of "
+            "one of these is a row of ejx.models.FAMILIES: the guide 'Published models' writes one. Otherwise build a DecoderConfig by hand."
+        )
+    return FAMILIES[kind]
 
 
 def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
@@ -114,14 +142,40 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
             f"model_type: expected a causal model, received {whole['model_type']!r}, whose prompts see each other in both directions; a Decoder "
             "has no such mask."
         )
-    kind = entries.get("model_type")
-    if kind not in FAMILIES:
-        known = sorted({*FAMILIES, *ALIASES})
+    if is_encoder(entries):
         raise ValueError(
-            f"model_type: expected one of {', '.join(known)}, received {shown(kind)}{nearest(kind, known)} With the layers of one of "
-            "these, it is a row of ejx.models.FAMILIES, as models/README.md describes; otherwise build a DecoderConfig by hand."
+            f"model_type: expected a decoder, received {entries['model_type']!r}, an encoder, whose tokens see later ones. encoder_config reads it; "
+            "from_pretrained and from_config make an Encoder of it."
         )
-    family = FAMILIES[kind]
+    return _body(whole, entries)
+
+
+def encoder_config(config: Mapping[str, Any]) -> EncoderConfig:
+    """Reads the configuration of a published encoder into an `EncoderConfig`.
+
+    **Arguments:** as for [`decoder_config`][ejkernel_eqx.models.decoder_config].
+
+    **Raises:** as `decoder_config`, for models that an `Encoder` does not support.
+    """
+    whole, entries = entries_of(config), text_entries(config)
+    if not is_encoder(entries):
+        raise ValueError(
+            f"model_type: expected an encoder, received {entries['model_type']!r}, a decoder; decoder_config reads it."
+        )
+    kind, body = entries["model_type"], dataclasses.replace(_body(whole, entries), tie_embeddings=True)
+    if kind == "modernbert":
+        first, *rest = body.layers
+        own: dict[str, Any] = {"layers": (dataclasses.replace(first, norms="pre_mlp"), *rest)}
+        own |= {"norm_type": "layer"} if entries.get("norm_bias") else {}
+        return EncoderConfig(dataclasses.replace(body, **own), embedding_norm=True)
+    if kind not in BERTS:
+        return EncoderConfig(body)
+    places, types = entries.get("max_position_embeddings", 512), entries.get("type_vocab_size", 2)
+    return EncoderConfig(body, places, 0 if kind == "bert" else entries.get("pad_token_id", 1) + 1, types)
+
+
+def _body(whole: Entries, entries: Entries) -> DecoderConfig:
+    kind, family = entries["model_type"], _family(entries)
     # The outer configuration decides, as transformers has the head there.
     tied = whole.get("tie_word_embeddings")
     entries = (entries if tied is None else entries.changed(tie_word_embeddings=tied)).over(family.defaults)
@@ -167,7 +221,7 @@ def stop_tokens(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 _BIDIRECTIONAL_PROMPTS = ("paligemma", "colpali")
 _WIDTHS = {"granitemoehybrid": "shared_intermediate_size", "llama4_text": "intermediate_size_mlp"}
-_MLP_BIASES = ("arcee", "granite", "llama", "seed_oss", "smollm3")
+_MLP_BIASES = ("arcee", "granite", "llama", "modernbert", "seed_oss", "smollm3")
 _NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers")
 _OPTIONS = {
     "attention": attention_options,
@@ -230,7 +284,8 @@ def _mlp(config: Entries, family: _Family, index: int) -> MLPConfig | MoEConfig:
             f"hidden_act: expected one of {', '.join(ACTIVATIONS)}, received {name!r}; build a DecoderConfig by hand."
         )
     has_bias = kind in _MLP_BIASES and bool(config.get("mlp_bias", False))
-    has_bias |= kind in ("gpt_neox", "phi") or (kind == "starcoder2" and bool(config.get("use_bias", True)))
+    has_bias |= kind in ("gpt_neox", "phi", *BERTS)
+    has_bias |= kind == "starcoder2" and bool(config.get("use_bias", True))
     activation: Any = ACTIVATIONS.get(name, name)
     size = config[_WIDTHS.get(kind, "intermediate_size")]
     return MLPConfig(size, activation, has_bias, family.has_gate)
@@ -238,7 +293,7 @@ def _mlp(config: Entries, family: _Family, index: int) -> MLPConfig | MoEConfig:
 
 def _activation(config: Entries) -> str:
     kind = config["model_type"]
-    if kind in ("gemma2", "gemma3_text", "gemma4_text"):
+    if kind in ("gemma2", "gemma3_text", "gemma4_text", "modernbert"):
         return config.get("hidden_activation") or _TANH  # they do not read hidden_act
     if kind != "gemma":
         return config.get("hidden_act") or "silu"

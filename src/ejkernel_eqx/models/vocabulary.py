@@ -1,6 +1,7 @@
 """Tokens to features, and features to logits, on any mesh."""
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._values import check_known, checked, checks_traced
 from ..core.copies import copied
 from ..dispatch import Backend, place_of_calls
+from ..nn.arguments import check_tokens, read_array
 from ..nn.projection import mesh_axes, mesh_of, on_mesh, product
 from ..quantised import QuantizedWeight
 from .layer import real_of
@@ -70,6 +72,20 @@ def _numbers_on(mesh: Any, table: QuantizedWeight, tokens: Array) -> Array:
     sharding = NamedSharding(mesh, PartitionSpec(*jax.typeof(tokens).sharding.spec, None))
     by_compiler: Any = jax.sharding.auto_axes(lambda table, tokens: table[tokens], out_sharding=sharding)
     return by_compiler(table, tokens)
+
+
+def check_rows(tokens: Any, rows: Mapping[str, Any]) -> None:
+    """The tokens `[..., T]` of a call, and what there may be one of for each."""
+    tokens = read_array("tokens", tokens, "integers", "[..., T]")
+    if tokens.ndim < 1:
+        raise ValueError(
+            "tokens: expected integers [..., T], received a single one; give it an axis of time."
+        )
+    for name, kind in _KINDS.items():
+        check_tokens(name, rows.get(name), kind, "tokens", tokens[..., None])
+
+
+_KINDS = {"padding_mask": "booleans", "segment_ids": "integers", "token_types": "integers"}
 
 
 def in_vocabulary(tokens: Any, size: int, rows: dict[str, Any]) -> Array:

@@ -7,6 +7,8 @@
 | GPT-NeoX | `query_key_value`: each head's query, key, value | `dense` |
 | GPT-2 | `c_attn` `[in, out]`: all queries, all keys, all values | `c_proj` `[in, out]` |
 | `torch.nn.MultiheadAttention` | `in_proj_weight`, or `q_proj_weight` ...; `in_proj_bias` | `out_proj` |
+| ModernBERT | `Wqkv`: all queries, all keys, all values | `Wo` |
+| BERT | `self.query`, `self.key`, `self.value` | `output.dense` |
 | `equinox.nn.MultiheadAttention` | `query_proj`, `key_proj`, `value_proj` | `output_proj` |
 """
 
@@ -22,9 +24,10 @@ from .quantised.values import rows_of
 from .view import Weights
 
 _PARTS = ("q_proj", "k_proj", "v_proj")
-_FUSED = ("qkv_proj.weight", "query_key_value.weight", "c_attn.weight", "in_proj_weight")
+_FUSED = ("qkv_proj.weight", "Wqkv.weight", "query_key_value.weight", "c_attn.weight", "in_proj_weight")
 _EQUINOX = {"q_proj": "query_proj", "k_proj": "key_proj", "v_proj": "value_proj"}
-_OUTPUTS = ("o_proj", "out_proj", "dense", "output_proj")
+_BERT = {"q_proj": "self.query", "k_proj": "self.key", "v_proj": "self.value"}
+_OUTPUTS = ("o_proj", "out_proj", "dense", "output_proj", "Wo", "output.dense")
 _MASKS = ("bias", "masked_bias", "rotary_emb.inv_freq")  # buffers beside the parameters
 _Split = Callable[[Any], list[Any]]
 """From rows, arrays or a quantised weight, to those of queries, keys and values."""
@@ -52,6 +55,8 @@ def _query_key_value(layer: Any, weights: Weights) -> tuple[dict[str, Any], dict
         return _fused(layer, weights, fused, split, transposed), {}
     if weights.has("q_proj_weight"):  # of PyTorch, where keys or values have a width of their own
         return _with_one_bias(layer, weights), {}
+    if weights.has("self.query.weight"):
+        return {}, dict(_BERT)
     return {}, dict(_EQUINOX) if weights.has("query_proj.weight") else {}
 
 

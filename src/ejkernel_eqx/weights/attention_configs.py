@@ -13,6 +13,7 @@ _ONE_WINDOW = ("mistral", "ministral3", "mixtral", "phi3", "minimax", "qwen3_moe
 _ORIGINAL = "original_max_position_embeddings"
 _INTERLEAVED = ("cohere", "cohere2", "glm4", "llama4_text")
 _LAYER = "MultiHeadAttention"
+BERTS = ("bert", "roberta", "xlm-roberta")
 
 
 def attention_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
@@ -68,7 +69,7 @@ def _rotates(config: Entries, index: int, found: str) -> bool:
         return found == _SLIDING and config.get("sliding_window") is not None
     if kind == "exaone4":
         return found == _SLIDING or config.get("sliding_window") is None
-    return kind != "gpt2"  # which learns its positions as embeddings
+    return kind not in ("gpt2", *BERTS)  # which learn their positions as embeddings
 
 
 def default_type(config: Entries, index: int) -> str:
@@ -79,6 +80,7 @@ def default_type(config: Entries, index: int) -> str:
     sliding = {
         "gemma2": index % 2 == 0,
         "gpt_oss": index % 2 == 0,
+        "modernbert": index % config.get("global_attn_every_n_layers", 3) != 0,
         "gemma3_text": by_pattern,
         "gemma4_text": by_pattern and index + 1 != config.get("num_hidden_layers"),
         "olmo3": (index + 1) % 4 != 0,
@@ -145,10 +147,29 @@ def _gemma2(config: Config, layer_index: int) -> dict[str, Any]:
     return _gemma(config, layer_index) | {"softmax_scale": scale, "logits_soft_cap": cap}
 
 
-def _gemma3(config: Config, layer_index: int) -> dict[str, Any]:
-    refuse(config, attn_logit_softcapping=())
-    scale = take(config, "query_pre_attn_scalar") ** -0.5
-    return _gemma(config, layer_index) | _qk_norm(config, layer_index) | {"softmax_scale": scale}
+def _gemma3(config: Entries, layer_index: int) -> dict[str, Any]:
+    refuse(config, attn_logit_softcapping=(), use_bidirectional_attention=(False, True))
+    options = {"softmax_scale": take(config, "query_pre_attn_scalar") ** -0.5}
+    if config.get("use_bidirectional_attention"):
+        options |= _both_ways(config, layer_index, config["sliding_window"])
+    return options | _qk_norm(config, layer_index)
+
+
+def _both_ways(config: Entries, layer_index: int, window: int | None) -> dict[str, Any]:
+    """Attention of an encoder, whose windows have as many tokens in all."""
+    if window is None or layer_type(config, layer_index, lambda i: default_type(config, i)) == _FULL:
+        return {"causal": False, "sliding_window": None}
+    return {"causal": False, "sliding_window": (window // 2, window // 2)}
+
+
+def _bert(config: Config, layer_index: int) -> dict[str, Any]:
+    refuse(config, is_decoder=False, position_embedding_type="absolute")
+    return {"causal": False}
+
+
+def _modernbert(config: Entries, layer_index: int) -> dict[str, Any]:
+    refuse(config, rope_scaling=())
+    return _both_ways(config, layer_index, config["local_attention"])
 
 
 def _of_one_layer(config: Entries, index: int, found: str) -> Entries:
@@ -249,6 +270,7 @@ def _qwen3_next(config: Config, layer_index: int) -> dict[str, Any]:
 
 
 _BIASES = {"gpt2": (True, True), "phi": (True, True), "qwen2": (True, False)}
+_BIASES |= dict.fromkeys(BERTS, (True, True))
 _NO_BIAS = ("exaone4", "minimax", "minimax_m2", "ministral3", "mistral", "mixtral", "phi3")
 _BIASES |= dict.fromkeys(_NO_BIAS, (False, False))
 """The biases of models whose configuration does not say it."""
@@ -264,7 +286,9 @@ _OTHERS: dict[str, Callable[[Entries, int], dict[str, Any]]] = {
     "gpt_oss": _gpt_oss,
     **dict.fromkeys(("granite", "granitemoe", "granitemoehybrid"), _granite),
     "llama4_text": _llama4,
+    **dict.fromkeys(BERTS, _bert),
     "minimax_m2": _olmo2,
+    "modernbert": _modernbert,
     "ministral3": _ministral3,
     "olmo2": _olmo2,
     "olmo3": _olmo2,

@@ -1,0 +1,125 @@
+"""One encoder for all the published ones: the layers of a decoder that see in both directions."""
+
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import DTypeLike
+
+from .._jitted import compiled_call
+from .._signatures import Module
+from .._values import check_known, checked, checks_traced, stopped
+from ..nn.initial import keys_of, normal
+from ..nn.tokens import ids_of
+from ..sequences import segment_positions
+from .config import EncoderConfig
+from .decoder import Decoder
+from .filling_encoders import filled_encoder
+from .layer import Norm, norm_of, normed
+from .pooler import Pooler
+from .vocabulary import check_rows, embed, in_vocabulary
+
+
+class Encoder(Module):
+    r"""A model whose tokens see each other in both directions: an embedding, layers of attention and an MLP each, a norm.
+
+    $$x_0 = s\,E[\mathrm{tokens}] + P[\mathrm{positions}] + Y[\mathrm{types}], \qquad x_{l+1} = \mathrm{layer}_l(x_l), \qquad
+      y = \mathrm{norm}(x_L)$$
+
+    where learned positions and types of tokens are optional. An [`EncoderConfig`][ejkernel_eqx.models.EncoderConfig] describes it. Its `body` is a
+    [`Decoder`][ejkernel_eqx.models.Decoder] without a head, whose layers are not causal. Heads of published models are left out: words under masks,
+    classes, BERT's pooler. [`embed`][ejkernel_eqx.models.embed] makes vectors of texts.
+
+    Source: Devlin et al., *BERT* (2018, arXiv:1810.04805); Warner et al., *ModernBERT* (2024, arXiv:2412.13663).
+    """
+
+    body: Decoder
+    positions: Array | None  # [num_positions, E]
+    token_types: Array | None  # [num_token_types, E]
+    embedding_norm: Norm | None
+    pooler: Pooler | None  # of `embed`, where the published model has one
+    config: EncoderConfig = eqx.field(static=True)
+
+    def __init__(self, config: EncoderConfig, *, dtype: DTypeLike | None = None, key: Array, **options: Any):
+        """**Arguments:**
+
+        - `config`: the architecture.
+        - `dtype`, `key`, `options`: as in [`Decoder`][ejkernel_eqx.models.Decoder].
+        """
+        if not isinstance(config, EncoderConfig):
+            raise ValueError(
+                f"config: expected an EncoderConfig, received {type(config).__name__}; ejx.models.encoder_config(dict) reads a published one."
+            )
+        body_key, *keys = keys_of(key, 3)
+        self.body = Decoder(config.body, dtype=dtype, key=body_key, **options)
+        width, dtype, eps = config.body.embed_dim, self.body.embedding.dtype, config.body.norm_eps
+        table = lambda key, rows: normal(key, (rows, width), dtype) if rows else None
+        self.positions = table(keys[0], config.num_positions)
+        self.token_types = table(keys[1], config.num_token_types)
+        norm = norm_of(config.body.norm_type, width, eps, dtype)
+        self.embedding_norm, self.pooler, self.config = norm if config.embedding_norm else None, None, config
+
+    @compiled_call("ejx.models.Encoder")
+    def __call__(
+        self,
+        tokens: Array,
+        *,
+        token_types: Array | None = None,
+        padding_mask: Array | None = None,
+        segment_ids: Array | None = None,
+    ) -> Array:
+        """**Arguments:**
+
+        - `tokens`: integers `[..., T]`, as in [`Decoder`][ejkernel_eqx.models.Decoder].
+        - `token_types`: integers `[..., T]`, the kind of each token, for models that have kinds; default 0.
+        - `padding_mask`: bool `[..., T]`, True for real tokens, which are side by side in each row.
+        - `segment_ids`: integers `[..., T]`: several texts in one row, each side by side, which do not see each other. Positions are counted in each
+            text. Negative ids are padding.
+
+        **Returns:** the features of the tokens `[..., T, E]` in the dtype of the computation; those of padding are undefined.
+        """
+        rows = {"padding_mask": padding_mask, "segment_ids": segment_ids}
+        check_rows(tokens, rows | {"token_types": token_types})
+        rows = {name: value for name, value in rows.items() if value is not None}
+        body = self.body
+        tokens = in_vocabulary(tokens, body.embedding.shape[0], rows)
+        x = embed(body.embedding, tokens) * jnp.asarray(body.config.embedding_scale, body.embedding.dtype)
+        if self.positions is not None:
+            x = x + embed(self.positions, self._places(tokens, rows))
+        if self.token_types is not None:
+            given = np.zeros(tokens.shape, np.int32) if token_types is None else token_types
+            count = self.config.num_token_types
+            say = lambda found: f"token_types: expected numbers below {count}, the model's, received {found}."
+            types = checked(jnp.asarray(given), given, lambda x: (x < 0) | (x >= count), say)
+            x = x + embed(self.token_types, types)
+        elif token_types is not None:
+            raise ValueError(
+                "token_types: expected None, as this model has no kinds of tokens, received an array."
+            )
+        x = x.astype(x.dtype if body.compute_dtype is None else body.compute_dtype)
+        return body.through_layers(normed(self.embedding_norm, x), rows)[0]
+
+    def _places(self, tokens: Array, rows: dict[str, Any]) -> Array:
+        """The rows of the learned positions, `[..., T]`, counted in each text."""
+        first, given = self.config.first_position, (rows.get("segment_ids"), rows.get("padding_mask"))
+        room = self.config.num_positions - first
+        say = lambda found: (
+            f"tokens: expected texts of at most {room} tokens, the positions that the model has, received {found}; shorten the text."
+        )
+
+        def places(given: Any) -> Array:
+            ids = ids_of(*given)
+            return segment_positions(jnp.zeros(tokens.shape, jnp.int32) if ids is None else ids)
+
+        def check(given: Any) -> None:
+            if (longest := 1 + int(np.max(places(given), initial=-1))) > room:
+                raise ValueError(say(longest))
+
+        at = places(given)
+        if not check_known(given, check) and checks_traced():
+            at = stopped(at, at >= room, say("more"))
+        return at + first
+
+    _published = filled_encoder

@@ -1,0 +1,67 @@
+"""`Pooler`: one vector of a text from the features of its tokens."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from .._jitted import compiled_call
+from .._signatures import Module, nearest
+from ..core.arguments import accumulator
+from ..nn.arguments import check_flags, check_tokens, read_array
+from ..pooling import MeanPooling
+
+_REDUCTIONS = {"mean": "mean", "max": "max", "last": "last", "first": "mean"}
+
+
+class Pooler(Module):
+    r"""The vector of a text, from the features $x_t$ of its tokens $\mathcal T$:
+
+    $$y = f\Big(\frac{1}{|\mathcal T|} \sum_{t \in \mathcal T} x_t\Big), \qquad y / \max(\lVert y \rVert_2, 10^{-12})$$
+
+    where another choice of tokens may stand in the place of the mean, and the layers $f$ and the norm are optional.
+
+    Source: Reimers & Gurevych, *Sentence-BERT* (2019, arXiv:1908.10084), section 3.
+    """
+
+    layers: tuple[Callable[..., Any], ...]
+    pool: MeanPooling
+    pooling: str = eqx.field(static=True)
+    normalize: bool = eqx.field(static=True)
+
+    def __init__(
+        self, pooling: str = "mean", normalize: bool = True, layers: tuple[Callable[..., Any], ...] = ()
+    ):
+        """**Arguments:**
+
+        - `pooling`: `"mean"`, `"max"`, `"last"` (Qwen3-Embedding) or `"first"` (BERT's `[CLS]`).
+        - `normalize`: whether a vector is divided by its Euclidean norm, so that the product of two is their cosine.
+        - `layers`: functions of one vector behind the pooling, such as `equinox.nn.Linear` (Gemma-Embedding).
+        """
+        if pooling not in _REDUCTIONS:
+            raise ValueError(
+                f"pooling: expected one of {', '.join(_REDUCTIONS)}, received {pooling!r}{nearest(pooling, _REDUCTIONS)}"
+            )
+        check_flags(normalize=normalize)
+        self.layers, self.pool = tuple(layers), MeanPooling(_REDUCTIONS[pooling])
+        self.pooling, self.normalize = pooling, normalize
+
+    @compiled_call("ejx.models.Pooler")
+    def __call__(self, x: Array, padding_mask: Array | None = None) -> Array:
+        """`x`: features `[..., T, E]`; `padding_mask`: bool `[..., T]`, True for real tokens, by default all. **Returns:** vectors `[..., E]`, or as
+        wide as the last layer makes them: float32, of float64 float64."""
+        x = read_array("x", x, "floats", "[..., T, E]")
+        check_tokens("padding_mask", padding_mask, "booleans", "x", x)
+        real = jnp.ones(x.shape[:-1], bool) if padding_mask is None else jnp.asarray(padding_mask)
+        if self.pooling == "first":
+            real &= jnp.cumsum(real, axis=-1) == 1
+        y = self.pool(x, mask=real).astype(accumulator(x.dtype))
+        for layer in self.layers:
+            y = jnp.vectorize(layer, signature="(e)->(o)")(y)
+        if not self.normalize:
+            return y
+        # Outside of the square root, which has no gradient at 0.
+        return y * jax.lax.rsqrt(jnp.maximum(jnp.sum(y * y, axis=-1, keepdims=True), 1e-24))
