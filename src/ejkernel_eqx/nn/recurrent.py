@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from .._jitted import compiled_call
 from .._shapes import AnyArray, Bool, Float, Int
+from ..convolution import CausalConv1d
 from ..core.arguments import accumulator
 from ..paged import RaggedBatch
 from ..sequences.packing import read_count
@@ -67,6 +68,12 @@ class RecurrentLayer(Published):
     def _stored_dtype(self) -> Any:
         return stored_dtype_of(self.compute_dtype, self._projections())
 
+    def _recurrent_dtype(self, stored: Any, dtype: Any) -> Any:
+        """The dtype of the state of the recurrence; a short convolution keeps inputs, in that of its own."""
+        if isinstance(self.recurrence, CausalConv1d):
+            return dtype
+        return self.recurrence.state_dtype or accumulator(stored)
+
     def _state_shapes(self, batch: tuple[int, ...]) -> list[tuple[int, ...]]:
         convolutions, recurrent = self._kept()
         shapes = [*((layer.width - 1, layer.channels) for layer in convolutions), recurrent]
@@ -95,7 +102,7 @@ class RecurrentLayer(Published):
         dtype = stored if dtype is None else read_dtype("dtype", dtype)
         state = RecurrentState(
             conv=tuple(jnp.zeros(shape, dtype) for shape in conv),
-            recurrent=jnp.zeros(recurrent, self.recurrence.state_dtype or accumulator(stored)),
+            recurrent=jnp.zeros(recurrent, self._recurrent_dtype(stored, dtype)),
         )
         count = read_count("num_draft_tokens", num_draft_tokens)
         if not count:

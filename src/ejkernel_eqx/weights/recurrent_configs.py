@@ -16,13 +16,16 @@ from .configs import (
     take,
     taken,
 )
+from .hybrid_configs import hybrid_layer_type
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
 
 
 def mamba1_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
-    """The arguments of `Mamba1Mixer` (`mamba`, `falcon_mamba`)."""
+    """The arguments of `Mamba1Mixer` (`mamba`, `falcon_mamba`, `jamba`)."""
     config = _read(config, layer_index, "Mamba1Mixer")
+    if config["model_type"] == "jamba":
+        return _jamba_mamba1(config)
     options = taken(config, "embed_dim=hidden_size dt_rank=time_step_rank state_size conv_width=conv_kernel")
     width = options["embed_dim"]
     # Mamba's published code computes this rank for "auto".
@@ -36,10 +39,10 @@ def mamba1_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
 
 
 def mamba2_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
-    """The arguments of `Mamba2Mixer` (`mamba2`, `granitemoehybrid`)."""
+    """The arguments of `Mamba2Mixer` (`mamba2`, `bamba`, `falcon_h1`, `granitemoehybrid`, `nemotron_h`)."""
     config = _read(config, layer_index, "Mamba2Mixer")
-    if config["model_type"] == "granitemoehybrid":
-        return _granite_mamba2(config)
+    if config["model_type"] in _OTHER_MAMBA2:
+        return _OTHER_MAMBA2[config["model_type"]](config)
     config.check_divides("n_groups", "num_heads")
     low, high = take(config, "time_step_limit")
     return {
@@ -51,12 +54,48 @@ def mamba2_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
     }
 
 
+def _jamba_mamba1(config: Entries) -> dict[str, Any]:
+    width, rank = take(config, "hidden_size"), take(config, "mamba_dt_rank")
+    return {
+        **taken(config, "embed_dim=hidden_size state_size=mamba_d_state conv_width=mamba_d_conv"),
+        "dt_rank": math.ceil(width / 16) if rank == "auto" else rank,
+        "inner_dim": _expanded(config, width, "mamba_expand"),
+        "inner_norms": "weighted",
+        "inner_norm_eps": take(config, "rms_norm_eps"),
+        **_flags(config, "use_conv_bias=mamba_conv_bias use_bias=mamba_proj_bias"),
+    }
+
+
+def _nemotron_mamba2(config: Entries) -> dict[str, Any]:
+    config.check_divides("n_groups", "mamba_num_heads")
+    refuse(config, mamba_hidden_act=("silu", "swish"))
+    sizes = "state_size=ssm_state_size head_dim=mamba_head_dim num_groups=n_groups conv_width=conv_kernel"
+    return {
+        **taken(config, f"embed_dim=hidden_size {sizes} norm_eps=layer_norm_epsilon"),
+        "inner_dim": take(config, "mamba_num_heads") * take(config, "mamba_head_dim"),
+        # `transformers` does not read time_step_limit for this model.
+        "dt_limit": (float(config["time_step_min"]), math.inf),
+        **_flags(config, "use_conv_bias use_bias"),
+    }
+
+
+def _falcon_mamba2(config: Entries) -> dict[str, Any]:
+    refuse(config, projectors_bias=bool(config["mamba_proj_bias"]))
+    if (factor := config["ssm_in_multiplier"]) != 1:
+        refuse(config, mamba_proj_bias=False)
+    multipliers = tuple(factor * each for each in config.get("ssm_multipliers") or (1.0,) * 5)
+    named = "use_norm=mamba_rms_norm norm_before_gate=mamba_norm_before_gate"
+    return _granite_mamba2(config) | {"multipliers": multipliers} | _flags(config, named)
+
+
 def _granite_mamba2(config: Entries) -> dict[str, Any]:
     width, heads = take(config, "hidden_size"), take(config, "mamba_n_heads")
-    inner = _expanded(config, width, "mamba_expand")
+    given = "mamba_d_ssm" if config.get("mamba_d_ssm") else "mamba_expand"
+    inner = config.get("mamba_d_ssm") or _expanded(config, width, given)
     if inner % heads or config["mamba_d_head"] not in ("auto", inner // heads):
         raise config.wrong(
-            "mamba_d_head", f"'auto' or the {inner} features of mamba_expand over mamba_n_heads={heads}"
+            "mamba_d_head",
+            f"'auto' or the {inner} features of {given} over mamba_n_heads={heads}",
         )
     low, high = take(config, "time_step_limit")
     sizes = "state_size=mamba_d_state num_groups=mamba_n_groups conv_width=mamba_d_conv norm_eps=rms_norm_eps"
@@ -69,10 +108,47 @@ def _granite_mamba2(config: Entries) -> dict[str, Any]:
     }
 
 
+_OTHER_MAMBA2: dict[str, Callable[[Entries], dict[str, Any]]] = {
+    "bamba": _granite_mamba2,
+    "falcon_h1": _falcon_mamba2,
+    "granitemoehybrid": _granite_mamba2,
+    "nemotron_h": _nemotron_mamba2,
+}
+
+
+def gated_short_convolution_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
+    """The arguments of `GatedShortConvolution` (`lfm2`, `lfm2_moe`)."""
+    config = _read(config, layer_index, "GatedShortConvolution")
+    return taken(config, "embed_dim=hidden_size conv_width=conv_L_cache") | _flags(
+        config, "use_bias=conv_bias"
+    )
+
+
+def _olmo_delta_net(config: Entries) -> dict[str, Any]:
+    width, heads = take(config, "hidden_size"), take(config, "num_attention_heads")
+    k_heads = config.get("linear_num_key_heads") or heads
+    head_dim = config.get("linear_key_head_dim") or int(0.75 * width / k_heads)
+    return {
+        **taken(config, "embed_dim=hidden_size conv_width=linear_conv_kernel_dim"),
+        "num_k_heads": k_heads,
+        "num_v_heads": config.get("linear_num_value_heads") or heads,
+        "head_dim": head_dim,
+        "v_head_dim": config.get("linear_value_head_dim") or 2 * head_dim,
+        "norm_eps": 1e-5,  # published code does not read the configuration's for this norm
+        **_flags(config, "allow_neg_eigval=linear_allow_neg_eigval"),
+    }
+
+
 def gated_delta_net_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
-    """The arguments of `GatedDeltaNet` (`qwen3_next`, `qwen3_5_text`)."""
-    default = lambda config, index: _LINEAR if (index + 1) % config["full_attention_interval"] else _FULL
+    """The arguments of `GatedDeltaNet` (`qwen3_next`, `qwen3_5_text`, `olmo_hybrid`)."""
+    default = lambda config, index: (
+        hybrid_layer_type(config, index)
+        or (_LINEAR if (index + 1) % config["full_attention_interval"] else _FULL)
+    )
     config = _read(config, layer_index, "GatedDeltaNet", default)
+    if config["model_type"] == "olmo_hybrid":
+        config.check_divides("linear_num_key_heads", "linear_num_value_heads")
+        return _olmo_delta_net(config)
     config.check_divides("linear_num_key_heads", "linear_num_value_heads")
     heads = "num_k_heads=linear_num_key_heads num_v_heads=linear_num_value_heads"
     dims = "head_dim=linear_key_head_dim v_head_dim=linear_value_head_dim conv_width=linear_conv_kernel_dim"
@@ -137,7 +213,9 @@ def _read(
     config: Config,
     layer_index: int,
     layer: str,
-    default: Callable[[Entries, int], str] = lambda config, index: _LINEAR,
+    default: Callable[[Entries, int], str] = lambda config, index: (
+        hybrid_layer_type(config, index) or _LINEAR
+    ),
 ) -> Entries:
     """The configuration of a model whose layer at this place is a recurrent one; `default` gives its type where none is listed."""
     entries = read_model(config, layer)
