@@ -101,13 +101,11 @@ class Mamba2Mixer(RecurrentLayer):
         check_flags(use_norm=use_norm, norm_before_gate=norm_before_gate)
         check_flags(use_conv_bias=use_conv_bias, use_bias=use_bias)
         check_eps(norm_eps=norm_eps)
-        self.multipliers = None if multipliers is None else tuple(multipliers)
-        if self.multipliers is not None:
-            if len(self.multipliers) != 5:
-                raise ValueError(
-                    f"multipliers: expected five numbers, for z, x, B, C and dt, or None, received {multipliers!r}."
-                )
-            check_numbers(**{f"multipliers[{i}]": value for i, value in enumerate(self.multipliers)})
+        if multipliers is not None and (not isinstance(multipliers, tuple) or len(multipliers) != 5):
+            raise ValueError(
+                f"multipliers: expected five numbers, for z, x, B, C and dt, or None, received {multipliers!r}."
+            )
+        check_numbers(**{f"multipliers[{i}]": value for i, value in enumerate(multipliers or ())})
         inner, head_dim, num_groups = read_sizes(inner_dim=inner, head_dim=head_dim, num_groups=num_groups)
         check_divides("head_dim", head_dim, "inner_dim", inner)
         heads = inner // head_dim
@@ -129,6 +127,7 @@ class Mamba2Mixer(RecurrentLayer):
         self.recurrence = parts.operation(StateSpaceV2, state_dtype, config, **rule)
         self.embed_dim, self.inner_dim, self.compute_dtype = embed_dim, inner, parts.compute_dtype
         self.num_heads, self.num_groups, self.state_size = heads, num_groups, state_size
+        self.multipliers = multipliers
 
     def _projections(self) -> tuple[Any, ...]:
         return self.in_proj, self.out_proj

@@ -103,10 +103,6 @@ def _activation(config: Config) -> str:
     return ACTIVATIONS[name]
 
 
-def _jamba(config: Config) -> dict[str, Any]:
-    return {"normalize": False}
-
-
 def _lfm2_moe(config: Config) -> dict[str, Any]:
     factor = float(config["routed_scaling_factor"])
     biased = bool(config["use_expert_bias"])
@@ -190,7 +186,7 @@ _OTHERS: dict[str, Callable[[Entries], dict[str, Any]]] = {
     "gpt_oss": _gpt_oss,
     "granitemoe": _granite,
     "granitemoehybrid": _granite,
-    "jamba": _jamba,
+    "jamba": lambda config: {"normalize": False},
     "lfm2_moe": _lfm2_moe,
     "llama4_text": _llama4,
     "nemotron_h": _nemotron_h,

@@ -1,5 +1,6 @@
 """The configurations of hybrid models in the entries that the readers of layers know."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -68,7 +69,10 @@ def _nemotron_h(config: Entries) -> Entries:
             mlps[-1] = _MLP_TYPES[block]
         else:
             raise config.wrong(name, "Mamba-2, attention, and each MLP or mixture behind one of them")
-    return config.changed(layer_types=mixers, mlp_layer_types=mlps, num_hidden_layers=len(mixers))
+    # Published code does not read time_step_limit for this model.
+    limit = [config.get("time_step_min", 1e-3), math.inf]
+    types = {"layer_types": mixers, "mlp_layer_types": mlps}
+    return config.changed(**types, num_hidden_layers=len(mixers), time_step_limit=limit)
 
 
 _TYPED = ("granitemoehybrid", "lfm2", "lfm2_moe")
@@ -80,11 +84,20 @@ _LFM2 = {
 }
 _RENAMED: dict[Any, dict[str, str]] = {
     "falcon_h1": {"logit_scale": "lm_head_multiplier"},
+    "jamba": {
+        "state_size": "mamba_d_state",
+        "conv_kernel": "mamba_d_conv",
+        "time_step_rank": "mamba_dt_rank",
+        "mixer_rms_eps": "rms_norm_eps",
+        "use_conv_bias": "mamba_conv_bias",
+        "use_bias": "mamba_proj_bias",
+    },
     "lfm2": _LFM2,
     "lfm2_moe": _LFM2 | {"first_k_dense_replace": "num_dense_layers"},
     "nemotron_h": {
         "conv_kernel": "mamba_d_conv",
         "n_groups": "mamba_n_groups",
+        "state_size": "ssm_state_size",
         "time_step_min": "mamba_dt_min",
         "use_conv_bias": "mamba_conv_bias",
     },

@@ -24,68 +24,42 @@ _LINEAR, _FULL = "linear_attention", "full_attention"
 def mamba1_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
     """The arguments of `Mamba1Mixer` (`mamba`, `falcon_mamba`, `jamba`)."""
     config = _read(config, layer_index, "Mamba1Mixer")
-    if config["model_type"] == "jamba":
-        return _jamba_mamba1(config)
     options = taken(config, "embed_dim=hidden_size dt_rank=time_step_rank state_size conv_width=conv_kernel")
-    width = options["embed_dim"]
+    width, is_jamba = options["embed_dim"], config["model_type"] == "jamba"
     # Mamba's published code computes this rank for "auto".
     if options["dt_rank"] == "auto":
         options["dt_rank"] = math.ceil(width / 16)
-    options["inner_dim"] = config.get("intermediate_size") or _expanded(config, width)
+    # Jamba's intermediate_size is that of its MLPs.
+    inner = None if is_jamba else config.get("intermediate_size")
+    options["inner_dim"] = inner or _expanded(config, width, "mamba_expand" if is_jamba else "expand")
     options |= _flags(config, "use_conv_bias use_bias")
-    if config["model_type"] == "falcon_mamba":
-        options |= {"inner_norms": True, "inner_norm_eps": take(config, "mixer_rms_eps")}
+    if config["model_type"] != "mamba":
+        norms = {"inner_norms": "weighted" if is_jamba else True}
+        options |= norms | taken(config, "inner_norm_eps=mixer_rms_eps")
     return options
 
 
 def mamba2_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
     """The arguments of `Mamba2Mixer` (`mamba2`, `bamba`, `falcon_h1`, `granitemoehybrid`, `nemotron_h`)."""
     config = _read(config, layer_index, "Mamba2Mixer")
-    if config["model_type"] in _OTHER_MAMBA2:
-        return _OTHER_MAMBA2[config["model_type"]](config)
-    config.check_divides("n_groups", "num_heads")
-    low, high = take(config, "time_step_limit")
+    if config["model_type"] == "falcon_h1":
+        return _granite_mamba2(config) | _falcon_mamba2(config)
+    if config["model_type"] in ("bamba", "granitemoehybrid"):
+        return _granite_mamba2(config)
+    of_mamba = "mamba_" if config["model_type"] == "nemotron_h" else ""
+    config.check_divides("n_groups", f"{of_mamba}num_heads")
     return {
-        **taken(config, "embed_dim=hidden_size state_size head_dim num_groups=n_groups"),
+        **taken(config, f"embed_dim=hidden_size state_size head_dim={of_mamba}head_dim num_groups=n_groups"),
         **taken(config, "conv_width=conv_kernel norm_eps=layer_norm_epsilon"),
-        "inner_dim": take(config, "num_heads") * take(config, "head_dim"),
-        "dt_limit": None if (low, high) == (0, math.inf) else (float(low), float(high)),
+        "inner_dim": take(config, f"{of_mamba}num_heads") * take(config, f"{of_mamba}head_dim"),
+        "dt_limit": _time_steps(config),
         **_flags(config, "use_conv_bias use_bias"),
     }
 
 
-def _jamba_mamba1(config: Entries) -> dict[str, Any]:
-    width, rank = take(config, "hidden_size"), take(config, "mamba_dt_rank")
-    return {
-        **taken(config, "embed_dim=hidden_size state_size=mamba_d_state conv_width=mamba_d_conv"),
-        "dt_rank": math.ceil(width / 16) if rank == "auto" else rank,
-        "inner_dim": _expanded(config, width, "mamba_expand"),
-        "inner_norms": "weighted",
-        "inner_norm_eps": take(config, "rms_norm_eps"),
-        **_flags(config, "use_conv_bias=mamba_conv_bias use_bias=mamba_proj_bias"),
-    }
-
-
-def _nemotron_mamba2(config: Entries) -> dict[str, Any]:
-    config.check_divides("n_groups", "mamba_num_heads")
-    refuse(config, mamba_hidden_act=("silu", "swish"))
-    sizes = "state_size=ssm_state_size head_dim=mamba_head_dim num_groups=n_groups conv_width=conv_kernel"
-    return {
-        **taken(config, f"embed_dim=hidden_size {sizes} norm_eps=layer_norm_epsilon"),
-        "inner_dim": take(config, "mamba_num_heads") * take(config, "mamba_head_dim"),
-        # `transformers` does not read time_step_limit for this model.
-        "dt_limit": (float(config["time_step_min"]), math.inf),
-        **_flags(config, "use_conv_bias use_bias"),
-    }
-
-
-def _falcon_mamba2(config: Entries) -> dict[str, Any]:
-    refuse(config, projectors_bias=bool(config["mamba_proj_bias"]))
-    if (factor := config["ssm_in_multiplier"]) != 1:
-        refuse(config, mamba_proj_bias=False)
-    multipliers = tuple(factor * each for each in config.get("ssm_multipliers") or (1.0,) * 5)
-    named = "use_norm=mamba_rms_norm norm_before_gate=mamba_norm_before_gate"
-    return _granite_mamba2(config) | {"multipliers": multipliers} | _flags(config, named)
+def _time_steps(config: Entries) -> tuple[float, float] | None:
+    low, high = take(config, "time_step_limit")
+    return None if (low, high) == (0, math.inf) else (float(low), float(high))
 
 
 def _granite_mamba2(config: Entries) -> dict[str, Any]:
@@ -94,26 +68,25 @@ def _granite_mamba2(config: Entries) -> dict[str, Any]:
     inner = config.get("mamba_d_ssm") or _expanded(config, width, given)
     if inner % heads or config["mamba_d_head"] not in ("auto", inner // heads):
         raise config.wrong(
-            "mamba_d_head",
-            f"'auto' or the {inner} features of {given} over mamba_n_heads={heads}",
+            "mamba_d_head", f"'auto' or the {inner} features of {given} over mamba_n_heads={heads}"
         )
-    low, high = take(config, "time_step_limit")
     sizes = "state_size=mamba_d_state num_groups=mamba_n_groups conv_width=mamba_d_conv norm_eps=rms_norm_eps"
     return {
         **taken(config, f"embed_dim=hidden_size {sizes}"),
         "head_dim": inner // heads,
         "inner_dim": inner,
-        "dt_limit": None if (low, high) == (0, math.inf) else (float(low), float(high)),
+        "dt_limit": _time_steps(config),
         **_flags(config, "use_conv_bias=mamba_conv_bias use_bias=mamba_proj_bias"),
     }
 
 
-_OTHER_MAMBA2: dict[str, Callable[[Entries], dict[str, Any]]] = {
-    "bamba": _granite_mamba2,
-    "falcon_h1": _falcon_mamba2,
-    "granitemoehybrid": _granite_mamba2,
-    "nemotron_h": _nemotron_mamba2,
-}
+def _falcon_mamba2(config: Entries) -> dict[str, Any]:
+    refuse(config, projectors_bias=bool(config["mamba_proj_bias"]))
+    if (factor := config["ssm_in_multiplier"]) != 1:
+        refuse(config, mamba_proj_bias=False)
+    multipliers = tuple(factor * each for each in config.get("ssm_multipliers") or (1.0,) * 5)
+    flags = _flags(config, "use_norm=mamba_rms_norm norm_before_gate=mamba_norm_before_gate")
+    return {"multipliers": multipliers, **flags}
 
 
 def gated_short_convolution_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
@@ -221,5 +194,5 @@ def _read(
     entries = read_model(config, layer)
     kind = layer_type(entries, layer_index, lambda index: default(entries, index))
     check_type(entries, layer_index, kind, (_LINEAR,), layer)
-    refuse(entries, hidden_act=("silu", "swish"))
+    refuse(entries, hidden_act=("silu", "swish"), mamba_hidden_act=("silu", "swish"))
     return entries
