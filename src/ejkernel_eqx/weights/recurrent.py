@@ -101,8 +101,10 @@ def gated_delta_net(layer: Any, weights: Weights) -> Any:
         "in_proj_ba": replaced(layer.in_proj_ba, {"weight": grouped(b, a)}),
     }
     if weights.has("q_conv1d.weight"):
-        like, names = layer.conv1d.weight, zip(("q_conv1d", "k_conv1d", "v_conv1d"), sizes)
-        parts = [weights.take(f"{name}.weight", (size, *like.shape[1:]), like.dtype) for name, size in names]
+        # Wherever it was cut: `transformers` saves three parts of nearly the same size.
+        names, dtype = [f"{part}_conv1d.weight" for part in "qkv"], layer.conv1d.weight.dtype
+        there = lambda name: weights.shape(name) if weights.has(name) else layer.conv1d.weight.shape
+        parts = [weights.take(name, there(name), dtype) for name in names]
         new["conv1d"] = replaced(layer.conv1d, {"weight": jnp.concatenate(parts)})
     renamed = {"norm": "o_norm", "out_proj": "o_proj"} if apart else {}
     return fill_fields(replaced(layer, new), weights, renamed, skip=tuple(new))
