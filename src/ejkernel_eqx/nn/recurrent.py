@@ -68,12 +68,6 @@ class RecurrentLayer(Published):
     def _stored_dtype(self) -> Any:
         return stored_dtype_of(self.compute_dtype, self._projections())
 
-    def _recurrent_dtype(self, stored: Any, dtype: Any) -> Any:
-        """The dtype of the state of the recurrence; a short convolution keeps inputs, in that of its own."""
-        if isinstance(self.recurrence, CausalConv1d):
-            return dtype
-        return self.recurrence.state_dtype or accumulator(stored)
-
     def _state_shapes(self, batch: tuple[int, ...]) -> list[tuple[int, ...]]:
         convolutions, recurrent = self._kept()
         shapes = [*((layer.width - 1, layer.channels) for layer in convolutions), recurrent]
@@ -100,9 +94,12 @@ class RecurrentLayer(Published):
         *conv, recurrent = self._state_shapes(batch)
         stored = self._stored_dtype()
         dtype = stored if dtype is None else read_dtype("dtype", dtype)
+        # A short convolution in the place of the recurrence keeps inputs, as others do.
+        is_short = isinstance(self.recurrence, CausalConv1d)
+        wide = dtype if is_short else self.recurrence.state_dtype or accumulator(stored)
         state = RecurrentState(
             conv=tuple(jnp.zeros(shape, dtype) for shape in conv),
-            recurrent=jnp.zeros(recurrent, self._recurrent_dtype(stored, dtype)),
+            recurrent=jnp.zeros(recurrent, wide),
         )
         count = read_count("num_draft_tokens", num_draft_tokens)
         if not count:

@@ -5,7 +5,7 @@ from typing import Any
 
 from .._entries import Entries
 from ..rotary import RotaryEmbedding
-from .configs import check_type, Config, head_width, kimi_layer_type, layer_type, read_model, refuse, take
+from .configs import check_type, Config, head_width, layer_type, read_model, refuse, take
 from .hybrid_configs import hybrid_layer_type
 
 _FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -106,8 +106,6 @@ def default_type(config: Entries, index: int) -> str:
     if kind == "llama4_text":
         has_chunks = config.get("attention_chunk_size") is not None
         return _CHUNKED if has_chunks and _rotates(config, index, _FULL) else _FULL
-    if kind == "kimi_linear":
-        return kimi_layer_type(config, index)
     if linear.get(kind, False):
         return "linear_attention"
     return _SLIDING if sliding.get(kind, False) else _FULL

@@ -63,13 +63,6 @@ def text_entries(config: Any) -> Entries:
     return entries.changed(model_type=kind).over(defaults)
 
 
-def kimi_layer_type(config: Entries, index: int) -> str:
-    """The type of a layer of Kimi-Linear where none is listed."""
-    layers = config.inner("linear_attn_config").get("kda_layers")  # counted from 1
-    is_linear = not index or index % 4 if layers is None else index + 1 in layers
-    return "linear_attention" if is_linear else "full_attention"
-
-
 def take(config: Config, *names: str) -> Any:
     """The first of the names that is there."""
     for name in names:

@@ -25,20 +25,15 @@ def hybrid_entries(config: Entries) -> Entries:
 
 def hybrid_layer_type(config: Entries, index: int) -> str | None:
     """The type of a layer where none is listed; `None` for a model that is none of these."""
-    kind = config["model_type"]
-    if kind == "bamba":
-        is_full = index in (config.get("attn_layer_indices") or ())
-    elif kind == "jamba":
-        is_full = index % config["attn_layer_period"] == config["attn_layer_offset"]
-    elif kind == "lfm2":
-        listed = config.get("full_attn_idxs")
-        is_full = listed is None or index in listed
-    elif kind == "olmo_hybrid":
-        count = config.get("num_hidden_layers", 4)
-        is_full = index % 4 == 3 or (count < 4 and index == count - 1)
-    else:
-        return _LINEAR if kind == "granitemoehybrid" else None
-    return _FULL if is_full else _LINEAR
+    is_full = _IS_FULL.get(config["model_type"])
+    if is_full is None:
+        return None
+    return _FULL if is_full(config, index) else _LINEAR
+
+
+def _is_full_in_kimi(config: Entries, index: int) -> bool:
+    layers = config.inner("linear_attn_config").get("kda_layers")  # counted from 1
+    return index > 0 and (index % 4 == 0 if layers is None else index + 1 not in layers)
 
 
 def _lfm2(config: Entries) -> Entries:
@@ -75,6 +70,17 @@ def _nemotron_h(config: Entries) -> Entries:
     return config.changed(**types, num_hidden_layers=len(mixers), time_step_limit=limit)
 
 
+_IS_FULL: dict[Any, Callable[[Entries, int], bool]] = {
+    **dict.fromkeys(("falcon_mamba", "granitemoehybrid", "mamba", "mamba2"), lambda config, index: False),
+    "bamba": lambda config, index: index in (config.get("attn_layer_indices") or ()),
+    "jamba": lambda config, index: index % config["attn_layer_period"] == config["attn_layer_offset"],
+    "kimi_linear": _is_full_in_kimi,
+    "lfm2": lambda config, index: config.get("full_attn_idxs") is None or index in config["full_attn_idxs"],
+    # Every fourth, or the last of a small model.
+    "olmo_hybrid": lambda config, index: (
+        index % 4 == 3 or index == config.get("num_hidden_layers", 4) - 1 < 3
+    ),
+}
 _TYPED = ("granitemoehybrid", "lfm2", "lfm2_moe")
 """Models that list the types of layers, some of them by names of their own."""
 _LFM2 = {

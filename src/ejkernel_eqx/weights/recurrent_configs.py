@@ -5,20 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 from .._entries import Entries
-from .configs import (
-    check_type,
-    Config,
-    head_width,
-    kimi_layer_type,
-    layer_type,
-    read_model,
-    refuse,
-    take,
-    taken,
-)
-from .hybrid_configs import hybrid_layer_type
+from .attention_configs import default_type
+from .configs import check_type, Config, head_width, layer_type, read_model, refuse, take, taken
 
-_LINEAR, _FULL = "linear_attention", "full_attention"
+_LINEAR = "linear_attention"
 
 
 def mamba1_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
@@ -114,11 +104,7 @@ def _olmo_delta_net(config: Entries) -> dict[str, Any]:
 
 def gated_delta_net_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
     """The arguments of `GatedDeltaNet` (`qwen3_next`, `qwen3_5_text`, `olmo_hybrid`)."""
-    default = lambda config, index: (
-        hybrid_layer_type(config, index)
-        or (_LINEAR if (index + 1) % config["full_attention_interval"] else _FULL)
-    )
-    config = _read(config, layer_index, "GatedDeltaNet", default)
+    config = _read(config, layer_index, "GatedDeltaNet")
     if config["model_type"] == "olmo_hybrid":
         config.check_divides("linear_num_key_heads", "linear_num_value_heads")
         return _olmo_delta_net(config)
@@ -130,8 +116,7 @@ def gated_delta_net_options(config: Config, layer_index: int = 0) -> dict[str, A
 
 def lightning_attention_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
     """The arguments of `LightningAttention` (`minimax`)."""
-    default = lambda config, index: _LINEAR if index % 2 else _FULL
-    config = _read(config, layer_index, "LightningAttention", default)
+    config = _read(config, layer_index, "LightningAttention")
     return {
         **taken(config, "embed_dim=hidden_size num_heads=num_attention_heads num_layers=num_hidden_layers"),
         "head_dim": head_width(config),
@@ -142,7 +127,7 @@ def lightning_attention_options(config: Config, layer_index: int = 0) -> dict[st
 
 def kimi_delta_attention_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
     """The arguments of `KimiDeltaAttention` (`kimi_linear`)."""
-    config = _read(config, layer_index, "KimiDeltaAttention", kimi_layer_type)
+    config = _read(config, layer_index, "KimiDeltaAttention")
     nested = config.inner("linear_attn_config")
     return {
         **taken(config, "embed_dim=hidden_size norm_eps=rms_norm_eps"),
@@ -186,9 +171,7 @@ def _read(
     config: Config,
     layer_index: int,
     layer: str,
-    default: Callable[[Entries, int], str] = lambda config, index: (
-        hybrid_layer_type(config, index) or _LINEAR
-    ),
+    default: Callable[[Entries, int], str] = default_type,
 ) -> Entries:
     """The configuration of a model whose layer at this place is a recurrent one; `default` gives its type where none is listed."""
     entries = read_model(config, layer)
