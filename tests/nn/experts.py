@@ -39,8 +39,9 @@ def build(name: str, **options: Any) -> nn.MixtureOfExperts:
             new[kind] = 0.3 * normal(i, bias.shape, bias.dtype)
     gate = _with(gate, new)
     # Activations are clamped, and results are as small as those of the others: the loss is not steep.
-    large = {}
+    large: dict[str, Any] = {}
     if experts.gate_proj_bias is not None:
+        assert experts.gate_proj is not None
         large = {"gate_proj": 8 * experts.gate_proj, "down_proj": experts.down_proj / 8}
     return _with(layer, {"gate": gate, "experts": _with(experts, large)})
 

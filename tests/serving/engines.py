@@ -43,10 +43,8 @@ def model_of(mixer: str, layers: int | None = None, platform: str | None = None)
     names, _, mlp = mixer.partition(" ")
     experts = {"hidden_dim": 48, "num_experts": 8, "top_k": 2}
     dense = MLPConfig(96) if not mlp else MoEConfig(experts)
-    other = {"beside": BESIDE}
-    pattern = [
-        LayerConfig(*MIXERS[name], dense, **other if name == "beside" else {}) for name in names.split(",")
-    ]
+    beside = lambda name: BESIDE if name == "beside" else None
+    pattern = [LayerConfig(*MIXERS[name], dense, beside=beside(name)) for name in names.split(",")]
     repeats = 2 if layers is None else layers // len(pattern)
     config = DecoderConfig(256, 32, (*pattern,) * repeats, norm_eps=1e-5)
     return Decoder(config, platform=platform, key=jax.random.key(0))

@@ -1,5 +1,7 @@
 """Prefixes that are shared and drafts at once, on models whose layers keep states beside pages: no token changes."""
 
+from typing import Any
+
 import pytest
 
 from ejkernel_eqx.models import Speculation
@@ -16,7 +18,13 @@ SYSTEM = bytes([10, 11, 12, 13, 14] * 3 + [7, 8])  # four pages and a token
 def test_shared_prefixes_with_drafts(mixer):
     """Greedy tokens are those of the whole text at once."""
     layers = 1 + mixer.count(",")
-    sizes = {"num_pages": 32, "page_size": 4, "max_batch": 4, "step_tokens": 16, "num_checkpoints": 4}
+    sizes: dict[str, Any] = {
+        "num_pages": 32,
+        "page_size": 4,
+        "max_batch": 4,
+        "step_tokens": 16,
+        "num_checkpoints": 4,
+    }
     engine = make_engine(mixer, layers, **sizes, speculate=Speculation(num_draft_tokens=3))
     requests = [(SYSTEM + bytes([n, 10]), 20 + n) for n in range(3)]
     texts = [serve(engine, [request])[0] for request in requests]

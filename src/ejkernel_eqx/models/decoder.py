@@ -56,8 +56,8 @@ def _with_caches(layers: Any, x: Array, caches: Any, rows: dict[str, Any]) -> tu
     """The tokens after some layers, and their new caches."""
     new, given = [], iter(caches)
     for layer in layers:
-        own = tuple(next(given) for _ in layer.mixers)
-        x, cache = layer(x, own if len(own) > 1 else own[0], **rows)
+        own: list[Any] = [next(given) for _ in layer.mixers]
+        x, cache = layer(x, tuple(own) if len(own) > 1 else own[0], **rows)
         new += cache if len(own) > 1 else (cache,)
     return x, tuple(new)
 
