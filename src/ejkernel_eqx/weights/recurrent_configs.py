@@ -176,6 +176,7 @@ def _read(
     """The configuration of a model whose layer at this place is a recurrent one; `default` gives its type where none is listed."""
     entries = read_model(config, layer)
     kind = layer_type(entries, layer_index, lambda index: default(entries, index))
-    check_type(entries, layer_index, kind, (_LINEAR,), layer)
+    if entries["model_type"] != "falcon_h1":  # whose layers have attention and Mamba-2 each
+        check_type(entries, layer_index, kind, (_LINEAR,), layer)
     refuse(entries, hidden_act=("silu", "swish"), mamba_hidden_act=("silu", "swish"))
     return entries
