@@ -75,25 +75,34 @@ _NAMES: tuple[tuple[_Kind, str], ...] = (
         "linear_value_head_dim linear_conv_kernel_dim linear_head_dim linear_num_heads "
         "moe_intermediate_size shared_expert_intermediate_size num_experts_per_tok default_num_experts "
         "attention_chunk_size floor_scale interleave_moe_layer_step intermediate_size_mlp "
-        "mamba_n_heads mamba_n_groups mamba_d_state mamba_d_conv "
-        "local_attention global_attn_every_n_layers "
+        "mamba_n_heads mamba_n_groups mamba_d_state mamba_d_conv mamba_d_ssm mamba_num_heads mamba_head_dim "
+        "ssm_state_size moe_latent_size moe_shared_expert_intermediate_size conv_L_cache block_multiple_of block_ff_dim "
+        "attn_layer_period expert_layer_period local_attention global_attn_every_n_layers "
         "n_group topk_group full_attention_interval sliding_window_pattern no_rope_layer_interval",
     ),
     (
         _COUNT,
         "num_experts num_local_experts n_routed_experts n_shared_experts decoder_sparse_step "
         "first_k_dense_replace moe_layer_freq max_window_layers num_nextn_predict_layers "
-        "type_vocab_size num_kv_shared_layers hidden_size_per_layer_input shared_intermediate_size",
+        "attn_layer_offset expert_layer_offset num_dense_layers type_vocab_size "
+        "num_kv_shared_layers hidden_size_per_layer_input shared_intermediate_size",
     ),
     (_integers(1, 2**40), "sliding_window"),
-    (_either(_SIZE, _AUTO), "time_step_rank mamba_d_head"),
+    (_either(_SIZE, _AUTO), "time_step_rank mamba_d_head mamba_dt_rank"),
     (_LENGTH, "max_position_embeddings original_max_position_embeddings"),
     (_either(_TOKEN, _lists(_TOKEN)), "eos_token_id"),
     (_TOKEN, "pad_token_id"),
-    (_lists(_INDEX), "mlp_only_layers kda_layers layers mrope_section no_rope_layers moe_layers"),
-    (_lists(_TEXT), "layer_types mlp_layer_types modules_to_not_convert ignored_layers ignore targets"),
+    (
+        _lists(_INDEX),
+        "attn_layer_indices full_attn_idxs mlp_only_layers kda_layers layers mrope_section no_rope_layers moe_layers",
+    ),
+    (
+        _lists(_TEXT),
+        "layers_block_type layer_types mlp_layer_types modules_to_not_convert ignored_layers ignore targets",
+    ),
     (
         _TEXT,
+        "mlp_hidden_act mamba_hidden_act hybrid_override_pattern "
         "model_type hidden_act hidden_activation dtype torch_dtype rope_type type topk_method "
         "scoring_func feature_map quant_method fmt version format checkpoint_format pack_dtype strategy "
         "quantization_status position_embedding_type path pooling_mode activation_function",
@@ -102,6 +111,8 @@ _NAMES: tuple[tuple[_Kind, str], ...] = (
         _FLAG,
         "is_decoder norm_bias pooling_mode_cls_token pooling_mode_mean_tokens pooling_mode_max_tokens pooling_mode_lasttoken "
         "pooling_mode_mean_sqrt_len_tokens pooling_mode_weightedmean_tokens "
+        "mamba_rms_norm mamba_norm_before_gate projectors_bias conv_bias use_expert_bias tie_embedding "
+        "block_auto_adjust_ff_dim linear_allow_neg_eigval "
         "use_parallel_residual mamba_conv_bias mamba_proj_bias qk_layernorm attention_k_eq_v enable_moe_block mla_use_nope "
         "attention_bias attention_out_bias mlp_bias qkv_bias use_bias use_qk_norm use_conv_bias tie_word_embeddings use_sliding_window "
         "attn_output_gate rope_interleave scale_attn_weights "
@@ -127,9 +138,13 @@ _NAMES: tuple[tuple[_Kind, str], ...] = (
         "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping clip_qkv factor "
         "attention_factor beta_fast beta_slow low_freq_factor high_freq_factor short_mscale long_mscale "
         "expand mamba_expand expand_k expand_v routed_scaling_factor swiglu_limit swiglu_alpha embedding_multiplier "
+        "block_ffn_dim_multiplier key_multiplier lm_head_multiplier attention_in_multiplier attention_out_multiplier "
+        "ssm_in_multiplier ssm_out_multiplier "
         "logits_scaling logit_scale residual_multiplier attention_multiplier",
     ),
-    (_UP_FROM_ZERO, "mscale mscale_all_dim llama_4_scaling_beta attn_scale"),
+    (_lists(_POSITIVE, 2), "mlp_multipliers"),
+    (_lists(_POSITIVE, 5), "ssm_multipliers"),
+    (_UP_FROM_ZERO, "time_step_min mamba_dt_min mscale mscale_all_dim llama_4_scaling_beta attn_scale"),
     (_lists(_POSITIVE), "short_factor long_factor"),
     (_lists(_numbers(0.0, math.inf), 2), "time_step_limit"),
     (
@@ -146,6 +161,8 @@ _NEVER_NULL = frozenset(
     "local_attention global_attn_every_n_layers "
     "max_window_layers sliding_window_pattern full_attention_interval routed_scaling_factor swiglu_limit swiglu_alpha "
     "no_rope_layer_interval embedding_multiplier logits_scaling logit_scale residual_multiplier attention_multiplier "
+    "attention_in_multiplier attention_out_multiplier key_multiplier ssm_in_multiplier ssm_out_multiplier time_step_min "
+    "attn_layer_period attn_layer_offset expert_layer_period expert_layer_offset "
     "rms_norm_eps layer_norm_epsilon norm_eps mixer_rms_eps linear_head_dim linear_num_heads linear_conv_kernel_dim "
     "full_attn_alpha_factor full_attn_beta_factor linear_attn_alpha_factor linear_attn_beta_factor mlp_alpha_factor "
     "mlp_beta_factor".split()

@@ -124,6 +124,25 @@ def test_an_unknown_name_is_told_the_nearest_one():
         ("cohere", {"use_qk_norm": True}, "use_qk_norm"),
         ("phi", {"qk_layernorm": True}, "qk_layernorm"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers: expected"),
+        ("bamba", {"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+        ("falcon_h1", {"projectors_bias": True}, "projectors_bias"),
+        ("falcon_h1", {"mamba_proj_bias": True, "projectors_bias": True}, "mamba_proj_bias"),
+        ("falcon_h1", {"attention_bias": True}, "attention_bias"),
+        (
+            "falcon_h1",
+            {"mamba_d_head": 12},
+            "mamba_d_head: expected 'auto' or the 48 features of mamba_d_ssm",
+        ),
+        (
+            "nemotron_h",
+            {"layers_block_type": ["mlp", "mamba"]},
+            "layers_block_type: expected Mamba-2, attention",
+        ),
+        ("nemotron_h", {"layers_block_type": ["mamba", "moe", "mlp"]}, "layers_block_type: expected Mamba-2"),
+        ("nemotron_h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act"),
+        ("nemotron_h", {"mlp_hidden_act": "silu2"}, "hidden_act: expected one of .*'silu2'"),
+        ("nemotron_h", {"mlp_bias": True}, "mlp_bias"),
+        ("jamba", {"num_experts_per_tok": 4}, "num_experts_per_tok: expected at most the 3 experts"),
     ],
 )
 def test_entries_that_would_change_numbers_are_refused(kind, change, message):
@@ -140,6 +159,72 @@ def test_sizes_of_single_layers():
     layers = [dict(layer.options) for layer in read(saved).layers]
     found = [(layer["head_dim"], layer["num_kv_heads"], layer["keys_as_values"]) for layer in layers]
     assert found == [(8, 2, False), (16, 1, True), (16, 1, True)]
+
+
+def test_hybrids_as_they_are_published():
+    """Other names of the same entries, and what `transformers` completes."""
+    read, without = (
+        ejx.models.decoder_config,
+        lambda config, *names: {name: value for name, value in config.items() if name not in names},
+    )
+    nemotron = GOLDEN["nemotron_h"]["config"]
+    blocks = without(nemotron, "layers_block_type", "conv_kernel", "n_groups")
+    pattern = {
+        "hybrid_override_pattern": "MEM*-",
+        "num_hidden_layers": 5,
+        "mamba_d_conv": 4,
+        "mamba_n_groups": 2,
+    }
+    assert read(blocks | pattern) == read(nemotron)
+    layers = read(nemotron).layers
+    assert [layer.mixer for layer in layers] == ["mamba2", "mamba2", "attention"]
+    assert [type(layer.mlp).__name__ for layer in layers] == ["MoEConfig", "NoneType", "MLPConfig"]
+    assert read(nemotron | {"layers_block_type": ["mamba", "moe", "mamba", "attention", "mlp"]}) == read(
+        nemotron
+    )
+    lfm2 = GOLDEN["lfm2"]["config"]
+    older = without(lfm2, "layer_types", "tie_word_embeddings", "intermediate_size")
+    assert read(older | {"full_attn_idxs": [1], "tie_embedding": True, "block_ff_dim": 60}) == read(lfm2)
+    assert read(lfm2 | {"intermediate_size": 40, "block_auto_adjust_ff_dim": False}) == read(lfm2)
+    sizes = [read(lfm2 | {"block_ffn_dim_multiplier": factor}).layers[0].mlp for factor in (1.5, None)]
+    assert [mlp.hidden_dim for mlp in sizes if isinstance(mlp, ejx.models.MLPConfig)] == [64, 40]
+    bamba, jamba = GOLDEN["bamba"]["config"], GOLDEN["jamba"]["config"]
+    assert read(bamba | {"mamba_d_head": "auto"}) == read(bamba)
+    assert read(jamba | {"mamba_dt_rank": "auto"}) == read(jamba)
+    # No rotation where the base is null, here or within the parameters.
+    olmo = without(GOLDEN["olmo_hybrid"]["config"], "rope_parameters")
+    has_rope = lambda config: "rope" in dict(read(olmo | config).layers[1].options)
+    assert has_rope({}) and has_rope({"rope_parameters": None}) and has_rope({"rope_theta": 5e5})
+    assert not has_rope({"rope_theta": None, "rope_parameters": None})
+    assert not has_rope({"rope_parameters": {"rope_theta": None, "rope_type": "default"}})
+    assert read(without(olmo, "layer_types")) == read(
+        olmo | {"layer_types": ["linear_attention", "linear_attention", "full_attention"]}
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["jamba", "lfm2_moe", "nemotron_h"])
+def test_experts_of_hybrids_one_by_one(kind, tmp_path):
+    """As these models are published: a module for each expert; in Nemotron-H under another root."""
+    arrays, names = {}, ("gate_proj", "up_proj", "down_proj")
+    names = ("w1", "w3", "w2") if kind == "lfm2_moe" else names
+    for name, x in drawn(GOLDEN[kind]["shapes"]).items():
+        stem, _, last = name.replace("model.", "backbone." if kind == "nemotron_h" else "model.").rpartition(
+            "."
+        )
+        if not stem.endswith(".experts"):
+            arrays[f"{stem}.{last}"] = x
+            continue
+        parts = dict(zip(names, np.split(x, 2, axis=1))) if last == "gate_up_proj" else {}
+        parts = parts or {names[2] if last == "down_proj" else last: x}
+        arrays |= {
+            f"{stem}.{i}.{w}.weight": part[i].copy() for w, part in parts.items() for i in range(len(part))
+        }
+    (tmp_path / "config.json").write_text(json.dumps(GOLDEN[kind]["config"]))
+    save_file(arrays, tmp_path / "model.safetensors")
+    model = ejx.models.from_pretrained(tmp_path, dtype="float32")
+    same = lambda a, b: np.testing.assert_array_equal(a, b) if eqx.is_array(a) else None
+    jax.tree.map(same, model, model_of(kind))
 
 
 def test_granite_4_as_it_is_published(tmp_path):

@@ -22,6 +22,9 @@ LAYERS: dict[str, dict[str, Any]] = {
     "deepseek_v2": _DEEPSEEK | {"top_k": 2, "normalize": False, "group_score": "max", "scaling_factor": 1.5},
     "deepseek_v3": _DEEPSEEK
     | {"top_k": 3, "scoring": "sigmoid", "scaling_factor": 2.5, "use_correction_bias": True},
+    "nemotron": {"num_experts": 6, "top_k": 2, "scoring": "sigmoid", "use_correction_bias": True}
+    | {"gated": False, "activation": "relu2", "latent_dim": 8, "shared_dim": 9, "scaling_factor": 2.0},
+    "without gates": {"num_experts": 4, "top_k": 2, "gated": False, "activation": "gelu", "use_bias": True},
     "all of them": {"num_experts": 3, "top_k": 3, "activation": "gelu"},
 }
 
@@ -36,8 +39,10 @@ def build(name: str, **options: Any) -> nn.MixtureOfExperts:
             new[kind] = 0.3 * normal(i, bias.shape, bias.dtype)
     gate = _with(gate, new)
     # Activations are clamped, and results are as small as those of the others: the loss is not steep.
-    large = {"gate_proj": 8 * experts.gate_proj, "down_proj": experts.down_proj / 8}
-    large = {} if experts.gate_proj_bias is None else large
+    large: dict[str, Any] = {}
+    if experts.gate_proj_bias is not None:
+        assert experts.gate_proj is not None
+        large = {"gate_proj": 8 * experts.gate_proj, "down_proj": experts.down_proj / 8}
     return _with(layer, {"gate": gate, "experts": _with(experts, large)})
 
 
@@ -83,18 +88,24 @@ def reference(layer: nn.MixtureOfExperts, x: Any, indices: Any) -> Any:
     weights = weights * how.scaling_factor
     bias = lambda b: 0 if b is None else b[None]
     name = "silu" if layer.shared_expert is None else layer.shared_expert.activation
-    hidden = act(
-        _activation_of(layer, name),
-        jnp.einsum("te,nfe->tnf", x, e.gate_proj) + bias(e.gate_proj_bias),
-        jnp.einsum("te,nfe->tnf", x, e.up_proj) + bias(e.up_proj_bias),
-    )
+    inputs = x if e.fc1_latent_proj is None else x @ e.fc1_latent_proj.weight.T
+    up = jnp.einsum("te,nfe->tnf", inputs, e.up_proj) + bias(e.up_proj_bias)
+    if e.gate_proj is None:
+        hidden = act("relu2" if e.is_squared else _activation_of(layer, name), up, 1.0)
+    else:
+        gate = jnp.einsum("te,nfe->tnf", inputs, e.gate_proj) + bias(e.gate_proj_bias)
+        hidden = act(_activation_of(layer, name), gate, up)
     out = jnp.einsum("tnf,nef->tne", hidden, e.down_proj) + bias(e.down_proj_bias)
     y = sum(
         weights[:, k, None] * jnp.take_along_axis(out, indices[:, k, None, None], 1)[:, 0]
         for k in range(how.top_k)
     )
+    y = y if e.fc2_latent_proj is None else y @ e.fc2_latent_proj.weight.T
     if (shared := layer.shared_expert) is not None:
-        inner = act(name, x @ shared.gate_proj.weight.T, x @ shared.up_proj.weight.T)
+        up = x @ shared.up_proj.weight.T
+        inner = (
+            act(name, up, 1.0) if shared.gate_proj is None else act(name, x @ shared.gate_proj.weight.T, up)
+        )
         gated = inner @ shared.down_proj.weight.T
         if layer.shared_expert_gate is not None:
             gated = gated * jax.nn.sigmoid(x @ layer.shared_expert_gate.weight.T)
@@ -117,6 +128,7 @@ def act(name: str, gate: Any, up: Any) -> Any:
         "gelu": lambda z: z * 0.5 * (1 + jax.lax.erf(z / np.sqrt(2))),
         "gelu_tanh": lambda z: 0.5 * z * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3))),
         "relu": lambda z: jnp.maximum(z, 0),
+        "relu2": lambda z: jnp.maximum(z, 0) ** 2,
     }[name](gate) * up
 
 

@@ -23,15 +23,22 @@ def linear(w, name, x):
     return y + w[f"{name}.bias"] if f"{name}.bias" in w else y
 
 
-def convolution(w, name, x):
-    """`torch.nn.Conv1d` with a group for each channel, padded on the left, then a SiLU."""
+def convolution(w, name, x, activation=silu):
+    """`torch.nn.Conv1d` with a group for each channel, padded on the left, then an activation."""
     weight = w[f"{name}.weight"][:, 0]
     width = weight.shape[1]
     rows = []
     for t in range(len(x)):
         seen = [(x[t - i], weight[:, width - 1 - i]) for i in range(min(t + 1, width))]
         rows.append(sum(a * b for a, b in seen) + w.get(f"{name}.bias", 0.0))
-    return silu(np.stack(rows))
+    return activation(np.stack(rows))
+
+
+def short_convolution(w, x):
+    """LFM2's layer; the state is the last inputs of the convolution."""
+    B, C, x = np.split(linear(w, "in_proj", x), 3, axis=-1)
+    y = linear(w, "out_proj", C * convolution(w, "conv", B * x, lambda y: y))
+    return y, (B * x)[1 - w["conv.weight"].shape[-1] :]
 
 
 def rms(x, eps):
@@ -43,12 +50,14 @@ def unit(x):
 
 
 def mamba(w, x, *, norm_eps=None):
-    """Mamba; with `norm_eps` Falcon-Mamba."""
+    """Mamba; with `norm_eps` Falcon-Mamba, and with weights of the norms Jamba."""
     hidden, z = np.split(linear(w, "in_proj", x), 2, axis=-1)
     hidden = convolution(w, "conv1d", hidden)
     size, rank = w["A_log"].shape[1], w["dt_proj.weight"].shape[1]
     parts = np.split(linear(w, "x_proj", hidden), [rank, rank + size], axis=-1)
     dt, B, C = parts if norm_eps is None else (rms(part, norm_eps) for part in parts)
+    if "dt_layernorm.weight" in w:
+        dt, B, C = (part * w[f"{name}_layernorm.weight"] for name, part in (("dt", dt), ("b", B), ("c", C)))
     dt, A = softplus(linear(w, "dt_proj", dt)), -np.exp(w["A_log"])
     state, rows = np.zeros(A.shape), []
     for t in range(len(x)):
@@ -57,10 +66,15 @@ def mamba(w, x, *, norm_eps=None):
     return linear(w, "out_proj", np.stack(rows) * silu(z)), state
 
 
-def mamba2(w, x, *, head_dim, groups, size, eps=1e-5, limit=(0.0, np.inf), norm_first=False, per_group=True):
-    heads = w["A_log"].shape[0]
-    inner = heads * head_dim
-    z, mixed, dt = np.split(linear(w, "in_proj", x), [inner, 2 * inner + 2 * groups * size], axis=-1)
+def mamba2(
+    w, x, *, head_dim, groups, size, limit=(0.0, np.inf), norm_first=False, per_group=True, factors=None
+):
+    """Mamba-2; with `factors` of z, x, B, C and dt Falcon-H1."""
+    heads, eps = w["A_log"].shape[0], 1e-5
+    inner, projected = heads * head_dim, linear(w, "in_proj", x)
+    if factors is not None:
+        projected = projected * np.repeat(factors, [inner, inner, groups * size, groups * size, heads])
+    z, mixed, dt = np.split(projected, [inner, 2 * inner + 2 * groups * size], axis=-1)
     mixed = convolution(w, "conv1d", mixed)
     hidden = mixed[:, :inner].reshape(-1, heads, head_dim)
     B, C = (

@@ -52,6 +52,7 @@ LAYERS = {
         published.qwen3_next,
         {"k_heads": 2, "v_heads": 4, "head_dim": 8, "v_head_dim": 6},
     ),
+    "lfm2": _case(nn.GatedShortConvolution, {}, published.short_convolution, {}),
 }
 VARIANTS = {
     "falcon-mamba, biases": _case(
@@ -59,6 +60,21 @@ VARIANTS = {
         {"state_size": 4, "inner_norms": True, "use_bias": True, "inner_dim": 40, "dt_rank": 3},
         published.mamba,
         {"norm_eps": 1e-6},
+    ),
+    "jamba, a norm with weights": _case(
+        nn.Mamba1Mixer,
+        {"state_size": 4, "inner_norms": "weighted", "inner_norm_eps": 1e-5},
+        published.mamba,
+        {"norm_eps": 1e-5},
+    ),
+    "falcon-h1, factors": _case(
+        nn.Mamba2Mixer,
+        _MAMBA2_OPTIONS | {"multipliers": (0.9, 0.7, 1.2, 1.1, 0.8)},
+        published.mamba2,
+        _MAMBA2_KNOWN | {"factors": (0.9, 0.7, 1.2, 1.1, 0.8)},
+    ),
+    "lfm2, biases, wide": _case(
+        nn.GatedShortConvolution, {"conv_width": 5, "use_bias": True}, published.short_convolution, {}
     ),
     "mamba2, norm first, over all groups, limited": _case(
         nn.Mamba2Mixer,

@@ -45,7 +45,7 @@ def layer_of(parallel: Any = None, **options: Any) -> nn.MixtureOfExperts:
 def specs_of(arrays: Any, experts: Any, hidden: Any) -> Any:
     def spec(path: Any, x: Any) -> P:
         name = jax.tree_util.keystr(path)
-        if ".experts" not in name:
+        if ".experts" not in name or "latent" in name:
             return P()
         if "bias" in name:
             return P(experts, None) if "down" in name else P(experts, hidden)
@@ -73,7 +73,13 @@ def axes_of(entry: Any) -> tuple[str, ...]:
 
 
 def check(
-    split: str, kind: str, platform: str = "xla", exchange: Any = "auto", shift: Any = None, real: Any = None
+    split: str,
+    kind: str,
+    platform: str = "xla",
+    exchange: Any = "auto",
+    shift: Any = None,
+    real: Any = None,
+    **options: Any,
 ):
     tokens, experts, hidden = SPLITS[split]
     types = (AxisType.Auto if "automatic" in kind else AxisType.Explicit,) * 3
@@ -85,9 +91,9 @@ def check(
         named |= {"hidden_axes": axes_of(hidden) if hidden != "data" else ()}
         named |= {} if "context" in kind else {"mesh": mesh}
     x = inputs(8, 2) if shift is None else inputs(8, 2) + shift[None, None]
-    plain, static = eqx.partition(layer_of(), eqx.is_array)
+    plain, static = eqx.partition(layer_of(**options), eqx.is_array)
     expected = compiled(static)(plain, x, real)
-    split_layer = layer_of(nn.ExpertParallel(**named), platform=platform)
+    split_layer = layer_of(nn.ExpertParallel(**named), platform=platform, **options)
     arrays, static = eqx.partition(split_layer, eqx.is_array)
     specs = specs_of(arrays, experts, hidden)
     placed = meshes.place(mesh, arrays, specs)
@@ -101,7 +107,7 @@ def check(
     meshes.agree(gradients, (leaves, expected[2][1]), "gradient")
     if "automatic" not in kind:
         assert meshes.lies(y, mesh, tokens) and meshes.lies(gradients[1], mesh, tokens), y.sharding
-        for name in ("gate_proj", "down_proj"):
+        for name in ("up_proj", "down_proj"):
             spec = getattr(specs.experts, name)
             assert meshes.lies(getattr(gradients[0].experts, name), mesh, spec)
 
@@ -121,6 +127,13 @@ CASES += [("exchanged and added", "explicit without context", "xla"), ("tokens a
 def test_as_on_one_device(split, kind, platform):
     needs_triton(platform)
     check(split, kind, platform)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["explicit", "automatic"])
+def test_latents_without_gates(kind):
+    options = {"gated": False, "activation": "relu2", "latent_dim": 6, "use_bias": False}
+    check("exchanged", kind, **options)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))

@@ -244,6 +244,7 @@ OPTIONS: dict[str, list[tuple[str, tuple[Any, ...]]]] = {
         ("dt_limit", ((1.0,), "wide", (2.0, 1.0))),
         ("use_norm norm_before_gate use_conv_bias use_bias", FLAG),
         ("norm_group_size", (0, 7)),
+        ("multipliers", ((1.0, 2.0), [1.0] * 5)),
         ("norm_eps", EPS),
     ],
     "gla": [

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.models import Decoder, DecoderConfig, LayerConfig, MLPConfig, MoEConfig
+from ejkernel_eqx.models import BranchConfig, Decoder, DecoderConfig, LayerConfig, MLPConfig, MoEConfig
 from ejkernel_eqx.serving import Engine
 from ejkernel_eqx.serving.pages import Pages
 
@@ -30,7 +30,10 @@ MIXERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gla": ("gated_linear_attention", HEADS),
     "delta": ("gated_delta_net", {"num_k_heads": 2, "head_dim": 8}),
     "kda": ("kimi_delta_attention", {"num_heads": 4, "head_dim": 8}),
+    "short": ("gated_short_convolution", {}),
+    "beside": ("attention", {**HEADS, "rope": ROPE}),  # Mamba-2
 }
+BESIDE = BranchConfig("mamba2", {"head_dim": 8, "state_size": 16}, (0.8, 0.6))
 HYBRID = "mamba2,attention"
 
 
@@ -40,7 +43,8 @@ def model_of(mixer: str, layers: int | None = None, platform: str | None = None)
     names, _, mlp = mixer.partition(" ")
     experts = {"hidden_dim": 48, "num_experts": 8, "top_k": 2}
     dense = MLPConfig(96) if not mlp else MoEConfig(experts)
-    pattern = [LayerConfig(*MIXERS[name], dense) for name in names.split(",")]
+    beside = lambda name: BESIDE if name == "beside" else None
+    pattern = [LayerConfig(*MIXERS[name], dense, beside=beside(name)) for name in names.split(",")]
     repeats = 2 if layers is None else layers // len(pattern)
     config = DecoderConfig(256, 32, (*pattern,) * repeats, norm_eps=1e-5)
     return Decoder(config, platform=platform, key=jax.random.key(0))

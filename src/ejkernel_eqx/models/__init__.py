@@ -2,6 +2,7 @@
 
 from .caches import DecoderCache as DecoderCache
 from .caches import ServingCache as ServingCache
+from .config import BranchConfig as BranchConfig
 from .config import DecoderConfig as DecoderConfig
 from .config import EncoderConfig as EncoderConfig
 from .config import LayerConfig as LayerConfig

@@ -44,7 +44,7 @@ class DecoderCache(Module):
             )
             return mixer.init_cache(*sizes, rolling=True) if rolls else mixer.init_cache(*sizes)
 
-        each = lambda stack, count: tuple(empty(layer.mixer, count) for layer in stack)
+        each = lambda stack, count: tuple(empty(mixer, count) for layer in stack for mixer in layer.mixers)
         return cls(tuple(map(each, stacks, repeats)))
 
     @property

@@ -33,6 +33,7 @@ class MLPConfig:
     - `activation`: $f$: `"silu"` (SwiGLU), `"gelu"`, `"gelu_tanh"` (GeGLU, Gemma), `"relu"`; or `"clamped_swiglu"`, GPT-OSS's
         $(\mathrm{up} + 1) \odot \mathrm{gate} \odot \sigma(1.702\,\mathrm{gate})$, with both clamped at 7.
     - `use_bias`: whether the projections have biases.
+    - `gate_scale`: what the gate is multiplied by before $f$ (Falcon-H1).
     - `gated`: whether there is a gate; without, $W_{down}\,f(W_{up} x)$, where $f$ may also be `"relu2"`, the square of `"relu"` (Arcee).
     """
 
@@ -40,9 +41,11 @@ class MLPConfig:
     activation: Activation = "silu"
     use_bias: bool = False
     gated: bool = True
+    gate_scale: float = 1.0
 
     def __post_init__(self):
         check_sizes(hidden_dim=self.hidden_dim)
+        check_numbers(gate_scale=self.gate_scale)
         check_flags(use_bias=self.use_bias, gated=self.gated)
         _check_one_of("activation", self.activation, ACTIVATIONS if self.gated else UNGATED)
 
@@ -78,13 +81,45 @@ def _sorted(options: Any) -> tuple[tuple[str, Any], ...]:
 
 
 @dataclasses.dataclass(frozen=True)
+class BranchConfig:
+    """A second mixer of a layer, which takes the same input as the first (Falcon-H1).
+
+    **Arguments:**
+
+    - `mixer`, `options`: as in `LayerConfig`.
+    - `scales`: what the outputs of the first mixer and of this one are multiplied by before they are added.
+    """
+
+    mixer: str
+    options: Any = ()
+    scales: tuple[float, float] = (1.0, 1.0)
+
+    def __post_init__(self):
+        from .mixers import MIXERS
+
+        _check_one_of("mixer", self.mixer, MIXERS)
+        object.__setattr__(self, "options", _sorted(self.options))
+        _check_scales("scales", self.scales, "the first mixer and this one")
+
+
+def _check_scales(name: str, scales: Any, of: str) -> None:
+    if not isinstance(scales, tuple) or len(scales) != 2:
+        raise ValueError(
+            f"{name}: expected two numbers, for {of}, received {scales!r}; (1.0, 1.0) adds them."
+        )
+    check_numbers(**{name: scales[0]})
+    check_numbers(**{name: scales[1]})
+
+
+@dataclasses.dataclass(frozen=True)
 class LayerConfig:
     """One layer of a decoder.
 
     **Arguments:**
 
     - `mixer`: what mixes the tokens: a key of `ejx.models.MIXERS`: `"attention"`, `"latent_attention"`, `"native_sparse_attention"`,
-        `"mamba1"`, `"mamba2"`, `"gated_linear_attention"`, `"lightning_attention"`, `"kimi_delta_attention"`, `"gated_delta_net"`.
+        `"mamba1"`, `"mamba2"`, `"gated_linear_attention"`, `"lightning_attention"`, `"kimi_delta_attention"`, `"gated_delta_net"`,
+        `"gated_short_convolution"`.
     - `options`: what the layer in `ejx.nn` is built with, besides the width, dtypes, platform and key. A mapping; kept sorted, so
         that equal layers are equal.
     - `mlp`: an `MLPConfig`, or a `MoEConfig` for a mixture of experts; `None` for none, as in Mamba.
@@ -94,6 +129,7 @@ class LayerConfig:
         `"parallel_apart"`: the same with a norm for each (Pythia). `"pre_mlp"`: before the MLP alone (the first layer of ModernBERT).
     - `mixer_scales`, `mlp_scales`: what the residual and the branch are multiplied by (MiniMax's alpha and beta).
     - `output_scale`: whether the tokens are multiplied by a learned number behind the MLP (Gemma 4).
+    - `beside`: a `BranchConfig`: a second mixer beside the first; default none.
     """
 
     mixer: str
@@ -103,6 +139,7 @@ class LayerConfig:
     mixer_scales: tuple[float, float] = (1.0, 1.0)
     mlp_scales: tuple[float, float] = (1.0, 1.0)
     output_scale: bool = False
+    beside: BranchConfig | None = None
 
     def __post_init__(self):
         from .mixers import MIXERS
@@ -115,14 +152,12 @@ class LayerConfig:
             raise ValueError(
                 f"mlp: expected an MLPConfig, a MoEConfig or None, received {type(self.mlp).__name__}; MLPConfig(hidden_dim) is one."
             )
+        if not isinstance(self.beside, BranchConfig | None):
+            raise ValueError(
+                f"beside: expected a BranchConfig or None, received {type(self.beside).__name__}; BranchConfig(mixer, options) is one."
+            )
         for name in ("mixer_scales", "mlp_scales"):
-            scales = getattr(self, name)
-            if not isinstance(scales, tuple) or len(scales) != 2:
-                raise ValueError(
-                    f"{name}: expected two numbers, for the residual and the branch, received {scales!r}; (1.0, 1.0) adds them."
-                )
-            check_numbers(**{name: scales[0]})
-            check_numbers(**{name: scales[1]})
+            _check_scales(name, getattr(self, name), "the residual and the branch")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,10 +55,11 @@ def _in_order(*places: Array) -> Array:
 
 def _with_caches(layers: Any, x: Array, caches: Any, rows: dict[str, Any]) -> tuple[Array, tuple[Any, ...]]:
     """The tokens after some layers, and their new caches."""
-    new = []
-    for layer, cache in zip(layers, caches):
-        x, cache = layer(x, cache, **rows)
-        new.append(cache)
+    new, given = [], iter(caches)
+    for layer in layers:
+        own: list[Any] = [next(given) for _ in layer.mixers]
+        x, cache = layer(x, tuple(own) if len(own) > 1 else own[0], **rows)
+        new += cache if len(own) > 1 else (cache,)
     return x, tuple(new)
 
 
@@ -207,7 +208,7 @@ class Decoder(Module):
         sizes = {"num_pages": num_pages, "page_size": page_size, "num_slots": num_slots}
         kept = {"dtype": dtype, "scales": scales, "num_draft_tokens": num_draft_tokens}
         make = lambda stack, repeats: CacheState.init(
-            [layer.mixer for layer in stack], **sizes, **kept, batch_shape=(repeats,)
+            [mixer for layer in stack for mixer in layer.mixers], **sizes, **kept, batch_shape=(repeats,)
         )
         return ServingCache(tuple(make(*both) for both in zip(self.stacks, self._repeats())))
 

@@ -16,9 +16,9 @@ from ..weights.quantised.values import check_alike, empty_stack, rows_of
 
 _ROOTS = ("model", "backbone", "model.language_model", "language_model.model", "transformer", "gpt_neox")
 _EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight", "embedding.weight", "embed_in.weight")
-_FINAL_NORMS = ("norm", "norm_f", "final_layernorm", "final_layer_norm")
+_FINAL_NORMS = ("norm", "norm_f", "final_layernorm", "final_layer_norm", "embedding_norm")
 _HEADS = ("lm_head", "embed_out")
-_MIXERS = ("self_attn", "linear_attn", "mixer", "attn", "mamba", "attention")
+_MIXERS = ("self_attn", "linear_attn", "mixer", "attn", "mamba", "attention", "conv")
 _NORM_FIELDS = ("mixer_norm", "mixer_out_norm", "mlp_norm", "mlp_out_norm")
 _NORM_NAMES = {
     "pre": ("input_layernorm", None, "post_attention_layernorm", None),
@@ -34,6 +34,11 @@ _NORM_NAMES = {
         "post_feedforward_layernorm",
     ),
 }
+_OTHER_NORMS = {
+    "input_layernorm": ("operator_norm", "attention_layer_norm", "norm"),
+    "post_attention_layernorm": ("pre_ff_layernorm", "ffn_norm", "feedforward_layer_norm", "norm"),
+}
+"""Names of the same norms in other families."""
 
 _UPS = ("up_proj", "fc1", "c_fc", "dense_h_to_4h", "intermediate.dense")
 _DOWNS = ("down_proj", "fc2", "c_proj", "dense_4h_to_h", "output.dense")
@@ -63,8 +68,10 @@ def filled_decoder(model: Any, weights: Any) -> Any:
     else:
         for view in views:
             _check_tied(view, embedding)
-    check_layers(body, len(model.config.layers))
-    stacks = filled_stacks(model, lambda index: (body.at(f"layers.{index}"),), filled_layer)
+    blocks = _blocks(body, model.config.layers)
+    check_layers(body, max(max(both) for both in blocks) + 1)
+    views_of = lambda index: tuple(body.at(f"layers.{block}") for block in blocks[index])
+    stacks = filled_stacks(model, views_of, filled_layer)
     where = lambda m: (m.embedding, m.norm, m.head, m.stacks)
     return eqx.tree_at(where, model, (embedding, norm, head, stacks), is_leaf=lambda leaf: leaf is None)
 
@@ -78,6 +85,16 @@ def filled_stacks(model: Any, views_of: Callable[[int], tuple[Any, ...]], filled
         )
         stacks.append(tuple(one(place) for place in range(period)))
     return tuple(stacks)
+
+
+def _blocks(body: Any, layers: Any) -> list[tuple[int, int]]:
+    """The numbers under which the mixer and the MLP of each layer are published; in Nemotron-H each is a block of its own."""
+    apart, blocks, count = body.has("layers.0.norm.weight"), [], 0
+    for layer in layers:
+        last = count + (apart and layer.mlp is not None)
+        blocks.append((count, last))
+        count = last + 1
+    return blocks
 
 
 def check_layers(body: Any, count: int, name: str = "layers") -> None:
@@ -139,14 +156,19 @@ def _written(index: Any, x: Any, buffer: Any) -> Any:
     return buffer.at[index].set(x)
 
 
-def filled_layer(layer: Any, view: Any) -> Any:
-    names = ("norm", None, None, None) if layer.mlp is None else _NORM_NAMES[layer.config.norms]
+def filled_layer(layer: Any, view: Any, of_mlp: Any) -> Any:
+    """`of_mlp`: the view of the MLP and its norms, where it is a block of its own."""
+    names = _NORM_NAMES[layer.config.norms]
     if view.has("post_self_attn_layernorm.weight"):
         names = _GLM4_NORMS
-    mlp = _first(view, ("mlp", "block_sparse_moe", "shared_mlp", "feed_forward"))
-    fields = dict(zip(_NORM_FIELDS, names)) | {"mixer": _first(view, _MIXERS), "mlp": mlp}
+    mlp = _first(of_mlp, ("mlp", "block_sparse_moe", "shared_mlp", "feed_forward", "mixer"))
+    mixers = [name for name in _MIXERS if any(n.startswith(f"{name}.") for n in view.names())]
+    mixer, beside, *_ = (*mixers, _MIXERS[0], None) if len(mixers) < 2 else mixers
+    fields = dict(zip(_NORM_FIELDS, names)) | {"mixer": mixer, "beside": beside, "mlp": mlp}
     there = [field for field, name in fields.items() if name and getattr(layer, field) is not None]
-    new = [fill(getattr(layer, field), view.at(fields[field])) for field in there]
+    views = {field: of_mlp if field.startswith("mlp") else view for field in there}
+    place = lambda field: _first(views[field], (fields[field], *_OTHER_NORMS.get(fields[field], ())))
+    new = [fill(getattr(layer, field), views[field].at(place(field))) for field in there]
     if (scalar := layer.layer_scalar) is not None:
         there.append("layer_scalar")
         new.append(view.take("layer_scalar", scalar.shape, scalar.dtype))
@@ -171,6 +193,8 @@ def filled_mlp(mlp: Any, weights: Any) -> Any:
     if weights.has("Wi.weight"):  # ModernBERT
         return _filled_fused(mlp, weights, False, ("Wi", "Wo"))
     names = {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"}
+    if weights.has("w1.weight"):  # LFM2
+        names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
     if experts:  # MiniMax, in files
         names = {"gate_proj": "experts.0.w1", "up_proj": "experts.0.w3", "down_proj": "experts.0.w2"}
     new = [fill(getattr(mlp, field), weights.at(name)) for field, name in names.items()]

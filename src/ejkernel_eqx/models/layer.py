@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -20,7 +21,7 @@ from ..nn.initial import keys_of
 from ..nn.parts import Parts
 from ..nn.projection import are_few, multiplied_by, project
 from ..normalization import ResidualRMSNorm
-from .config import LayerConfig, MLPConfig, NormType
+from .config import BranchConfig, LayerConfig, MLPConfig, NormType
 from .filling import filled_mlp
 from .mixers import MIXERS
 
@@ -92,6 +93,7 @@ class MLP(Module):
             h = ungated(self.config.activation, project("up_proj", self.up_proj, x, self.config.hidden_dim))
             return project("down_proj", self.down_proj, h, x.shape[-1])
         gate = project("gate_proj", self.gate_proj, x, self.config.hidden_dim)
+        gate = gate if self.config.gate_scale == 1 else gate * self.config.gate_scale
         up = project("up_proj", self.up_proj, x if again is None else again, self.config.hidden_dim)
         return project("down_proj", self.down_proj, gated(self.config.activation, gate, up), x.shape[-1])
 
@@ -99,7 +101,7 @@ class MLP(Module):
         layers = {"gate_proj": self.gate_proj, "up_proj": self.up_proj}
         h = (
             None
-            if self.gate_proj is None
+            if self.gate_proj is None or self.config.gate_scale != 1
             else gated_rows(self.gate_matmul, x, block.norm, layers, self.config.hidden_dim)
         )
         if h is None:
@@ -116,6 +118,7 @@ class DecoderLayer(Module):
 
     mixer_norm: Norm | None
     mixer: Any
+    beside: Any  # a second mixer, or None
     mixer_out_norm: Norm | None
     mlp_norm: Norm | None
     mlp: MLP | MixtureOfExperts | None
@@ -144,8 +147,14 @@ class DecoderLayer(Module):
         norm = lambda there: norm_of(norm_type, embed_dim, norm_eps, dtype) if there else None
         before, behind = config.norms not in ("post", "pre_mlp"), config.norms in ("post", "around")
         place = {"layer_index": layer_index, "num_layers": num_layers}
-        own = dict(config.options) | dict((split or {}).get(config.mixer, {}))
-        self.mixer = MIXERS[config.mixer](embed_dim, **place, **own, **options, dtype=dtype, key=mixer_key)
+
+        def mixer(config: LayerConfig | BranchConfig, key: Array) -> Any:
+            own = dict(config.options) | dict((split or {}).get(config.mixer, {}))
+            return MIXERS[config.mixer](embed_dim, **place, **own, **options, dtype=dtype, key=key)
+
+        self.mixer = mixer(config, mixer_key)
+        beside_key = jax.random.fold_in(mixer_key, 1)
+        self.beside = None if config.beside is None else mixer(config.beside, beside_key)
         self.mixer_norm, self.mixer_out_norm = norm(before), norm(behind)
         has_mlp = config.mlp is not None
         apart = config.norms not in ("post", "parallel")
@@ -163,18 +172,25 @@ class DecoderLayer(Module):
         self.matmul = Matmul(platform=platform)
         self.config = config
 
+    @property
+    def mixers(self) -> tuple[Any, ...]:
+        """One mixer or two, each with a cache of its own."""
+        return (self.mixer,) if self.beside is None else (self.mixer, self.beside)
+
     @compiled_call()
     def __call__(self, x: Array, cache: Any = None, **rows: Any) -> tuple[Array, Any]:
-        """`x`: `[..., T, E]`; with `batch=`, `[T, E]`. `rows` is what the mixer takes besides. **Returns:** the tokens and the new cache."""
+        """`x`: `[..., T, E]`; with `batch=`, `[T, E]`. `rows` is what the mixer takes besides. **Returns:** the tokens and the new cache; that of
+        two mixers is a tuple of both."""
         if "batch" not in rows or not are_few(x):
             return self._through(x, cache, rows, False)[:2]
         with multiplied_by(self.matmul):
             # Attention computes the norm and the residual around it.
-            if type(self.mixer) is MultiHeadAttention and self.config.norms not in (
+            is_alone = self.beside is None and self.config.norms not in (
                 "residual",
                 "parallel",
                 "parallel_apart",
-            ):
+            )
+            if is_alone and type(self.mixer) is MultiHeadAttention:
                 return self._of_few(x, cache, rows)
             return self._through(x, cache, rows, False)[:2]
 
@@ -187,13 +203,13 @@ class DecoderLayer(Module):
     def _through(
         self, x: Array, cache: Any, rows: dict[str, Any], return_statistics: bool
     ) -> tuple[Array, Any, RouterStatistics | None]:
-        apart = cache is None and type(self.mixer) is MultiHeadAttention
+        apart = cache is None and self.beside is None and type(self.mixer) is MultiHeadAttention
         (h, *copies), x = self._into_branch(self.mixer_norm, x, readers=3 if apart else 1)
         residual = h if self.config.norms == "residual" else x
         if copies:
             out = self.mixer.apart(h, *copies, **rows)
         else:
-            out, cache = (self.mixer(h, **rows), None) if cache is None else self.mixer(h, cache, **rows)
+            out, cache = self._mixed(h, cache, rows)
         out = normed(self.mixer_out_norm, out.astype(x.dtype))
         if self.mlp is None:
             return _added(residual, out, self.config.mixer_scales), cache, None
@@ -213,6 +229,18 @@ class DecoderLayer(Module):
             y = self.mlp(h, padding_mask=real_of(rows))
         x = _added(residual, normed(self.mlp_out_norm, y.astype(x.dtype)), self.config.mlp_scales)
         return self._scaled(x), cache, statistics
+
+    def _mixed(self, h: Array, cache: Any, rows: dict[str, Any]) -> tuple[Array, Any]:
+        """The output of the mixer or of both, and the new cache."""
+
+        def run(mixer: Any, cache: Any) -> tuple[Array, Any]:
+            return (mixer(h, **rows), None) if cache is None else mixer(h, cache, **rows)
+
+        if self.config.beside is None:
+            return run(self.mixer, cache)
+        (out, cache), (other, state) = map(run, self.mixers, (None, None) if cache is None else cache)
+        out, other = (x * scale for x, scale in zip((out, other), self.config.beside.scales))
+        return out + other.astype(out.dtype), None if cache is None else (cache, state)
 
     def _scaled(self, x: Array) -> Array:
         return x if self.layer_scalar is None else x * self.layer_scalar[0].astype(x.dtype)

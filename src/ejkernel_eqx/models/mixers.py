@@ -21,4 +21,5 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "lightning_attention": nn.LightningAttention,
     "kimi_delta_attention": _without_place(nn.KimiDeltaAttention),
     "gated_delta_net": _without_place(nn.GatedDeltaNet),
+    "gated_short_convolution": _without_place(nn.GatedShortConvolution),
 }

@@ -13,7 +13,16 @@ from ..weights.attention_configs import attention_options, BERTS, default_type
 from ..weights.configs import ACTIVATIONS, ALIASES, layer_type, text_entries, unit_offset_norms
 from ..weights.expert_configs import experts_of, mixture_of_experts_options
 from ..weights.latent_configs import latent_attention_options
-from .config import DecoderConfig, EncoderConfig, LayerConfig, MLPConfig, MoEConfig, Norms, NormType
+from .config import (
+    BranchConfig,
+    DecoderConfig,
+    EncoderConfig,
+    LayerConfig,
+    MLPConfig,
+    MoEConfig,
+    Norms,
+    NormType,
+)
 
 
 class _Family(NamedTuple):
@@ -30,6 +39,10 @@ class _Family(NamedTuple):
     """Whether its MLPs do."""
     norm_type: NormType = "rms"
     output_scale: bool = False
+    recurrent_norms: Norms | None = None
+    """Those of layers without attention, where they differ."""
+    beside: str | None = None
+    """The second mixer of every layer."""
     is_encoder: bool = False
     """Whether its tokens see later ones."""
     defaults: Mapping[str, Any] = {}
@@ -97,6 +110,17 @@ FAMILIES: dict[str, _Family] = {
     "granitemoe": _Family(),
     "granitemoehybrid": _Family(recurrent="mamba2", defaults={"shared_intermediate_size": 1024}),
     "ministral3": _Family(defaults=_EPS),
+    "bamba": _Family(recurrent="mamba2", defaults=_EPS),
+    "falcon_h1": _Family(beside="mamba2", defaults=_EPS),
+    "jamba": _Family(recurrent="mamba1"),
+    "lfm2": _Family(recurrent="gated_short_convolution", defaults=_TIED | _EPS),
+    "lfm2_moe": _Family(recurrent="gated_short_convolution", defaults=_TIED | _EPS),
+    "nemotron_h": _Family(
+        recurrent="mamba2",
+        has_gate=False,
+        defaults={"layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2", "intermediate_size": 21504},
+    ),
+    "olmo_hybrid": _Family("post", recurrent="gated_delta_net", recurrent_norms="pre"),
     "kimi_linear": _Family(attention="latent_attention", recurrent="kimi_delta_attention", defaults=_EPS),
     # Norms behind a sum with the residual are norms before the next branch, whose residual they are.
     **dict.fromkeys(
@@ -119,8 +143,9 @@ def _family(entries: Entries) -> _Family:
     if kind not in FAMILIES:
         known = sorted({*FAMILIES, *ALIASES})
         raise ValueError(
-            f"model_type: expected one of {', '.join(known)}, received {shown(kind)}{nearest(kind, known)} A model with the layers of "
-            "one of these is a row of ejx.models.FAMILIES: the guide 'Published models' writes one. Otherwise build a DecoderConfig by hand."
+            f"model_type: expected one of the {len(known)} of the guide 'Published models', such as llama, received "
+            f"{shown(kind)}{nearest(kind, known)} A model with the layers of one of these is a row of ejx.models.FAMILIES: the guide writes one. "
+            "Otherwise build a DecoderConfig by hand."
         )
     return FAMILIES[kind]
 
@@ -221,7 +246,17 @@ def stop_tokens(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 _BIDIRECTIONAL_PROMPTS = ("paligemma", "colpali")
 _WIDTHS = {"granitemoehybrid": "shared_intermediate_size", "llama4_text": "intermediate_size_mlp"}
-_MLP_BIASES = ("arcee", "granite", "llama", "modernbert", "seed_oss", "smollm3")
+_MLP_BIASES = (
+    "bamba",
+    "falcon_h1",
+    "nemotron_h",
+    "arcee",
+    "granite",
+    "llama",
+    "modernbert",
+    "seed_oss",
+    "smollm3",
+)
 _NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers")
 _OPTIONS = {
     "attention": attention_options,
@@ -229,20 +264,25 @@ _OPTIONS = {
     "mamba1": recurrent_configs.mamba1_options,
     "mamba2": recurrent_configs.mamba2_options,
     "gated_delta_net": recurrent_configs.gated_delta_net_options,
+    "gated_short_convolution": recurrent_configs.gated_short_convolution_options,
     "kimi_delta_attention": recurrent_configs.kimi_delta_attention_options,
     "lightning_attention": recurrent_configs.lightning_attention_options,
 }
 _PLACE = ("embed_dim", "layer_index", "num_layers")  # which the decoder says itself
 
 
-def _mixer(config: Entries, family: _Family, index: int) -> tuple[str, dict[str, Any]]:
-    """The name of a layer's mixer and what it is built with."""
-    mixer = family.attention
+def _mixer(config: Entries, family: _Family, index: int) -> str:
+    """The name of a layer's mixer."""
     # A model without attention lists no types.
     if family.recurrent is not None and (not family.has_mlp or _is_linear(config, index)):
-        mixer = family.recurrent
+        return family.recurrent
+    return family.attention
+
+
+def _options(config: Entries, mixer: str, index: int) -> dict[str, Any]:
+    """The arguments that the mixer of a layer is built with."""
     options = _OPTIONS[mixer](config, index)
-    return mixer, {name: value for name, value in options.items() if name not in _PLACE}
+    return {name: value for name, value in options.items() if name not in _PLACE}
 
 
 def _is_linear(config: Entries, index: int) -> bool:
@@ -250,7 +290,8 @@ def _is_linear(config: Entries, index: int) -> bool:
 
 
 def _layer(config: Entries, family: _Family, index: int) -> LayerConfig:
-    mixer, options = _mixer(config, family, index)
+    mixer = _mixer(config, family, index)
+    options = _options(config, mixer, index)
     branch = "linear_attn" if mixer == "lightning_attention" else "full_attn"
     scales: Any = lambda name: tuple(
         float(config.get(f"{name}_{part}_factor", 1)) for part in ("alpha", "beta")
@@ -261,12 +302,32 @@ def _layer(config: Entries, family: _Family, index: int) -> LayerConfig:
     norms = family.norms
     if norms == "parallel_apart" and not config.get("use_parallel_residual", True):
         norms = "pre"
+    if mixer == family.recurrent and family.recurrent_norms is not None:
+        norms = family.recurrent_norms
+    if family.beside is not None:
+        return _falcon_h1(config, LayerConfig(mixer, options, mlp), _options(config, family.beside, index))
     given = (scales(branch), scales("mlp"), family.output_scale)
     return LayerConfig(mixer, options, mlp, norms, *given)
 
 
-def _mlp(config: Entries, family: _Family, index: int) -> MLPConfig | MoEConfig:
+def _falcon_h1(config: Entries, layer: LayerConfig, options: dict[str, Any]) -> LayerConfig:
+    """The layer with Mamba-2 beside its attention, and with the factors of the configuration."""
+    scales = {
+        name: config.get(f"{name}_multiplier", 1.0) for name in ("attention_in", "attention_out", "ssm_out")
+    }
+    beside = BranchConfig(
+        "mamba2", options, (scales["attention_in"] * scales["attention_out"], scales["ssm_out"])
+    )
+    gate, down = config.get("mlp_multipliers") or (1.0, 1.0)
+    assert isinstance(layer.mlp, MLPConfig)
+    mlp = dataclasses.replace(layer.mlp, gate_scale=float(gate))
+    return dataclasses.replace(layer, mlp=mlp, mlp_scales=(1.0, float(down)), beside=beside)
+
+
+def _mlp(config: Entries, family: _Family, index: int) -> MLPConfig | MoEConfig | None:
     kind = config["model_type"]
+    if kind == "nemotron_h" and (config.get("mlp_layer_types") or ())[index : index + 1] == ["none"]:
+        return None
     # A mixture of one expert is that expert, but for one beside it.
     if experts_of(config, index) > (0 if kind in ("granitemoehybrid", "llama4_text") else 1):
         options = mixture_of_experts_options(config, index)
@@ -293,6 +354,8 @@ def _mlp(config: Entries, family: _Family, index: int) -> MLPConfig | MoEConfig:
 
 def _activation(config: Entries) -> str:
     kind = config["model_type"]
+    if kind == "nemotron_h":
+        return config["mlp_hidden_act"]
     if kind in ("gemma2", "gemma3_text", "gemma4_text", "modernbert"):
         return config.get("hidden_activation") or _TANH  # they do not read hidden_act
     if kind != "gemma":

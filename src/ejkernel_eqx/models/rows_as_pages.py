@@ -118,12 +118,10 @@ def have_pages(stacks: Any, x: Array, cache: DecoderCache, rows: dict[str, Any])
         or not _on_one_device((stacks, x, cache))
     ):
         return False
-    layers = [layer for stack in stacks for layer in stack]
+    mixers = [mixer for stack in stacks for layer in stack for mixer in layer.mixers]
     caches = [one for stack in cache.stacks for one in stack]
     alike = len({one.max_length for one in cache.bounded}) < 2
-    return alike and all(
-        _has_pages(layer.mixer, one, lead) for layer, one in zip(layers, caches, strict=True)
-    )
+    return alike and all(_has_pages(mixer, one, lead) for mixer, one in zip(mixers, caches, strict=True))
 
 
 def as_differentiated(call: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:

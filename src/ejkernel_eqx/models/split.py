@@ -10,7 +10,8 @@ _WHOLE = ("latent_attention", "native_sparse_attention")
 
 def split_options(config: DecoderConfig, axis: str | None, order: str) -> dict[str, dict[str, Any]]:
     """The options of each mixer of a model whose tokens a mesh axis splits."""
-    names = dict.fromkeys(layer.mixer for layer in config.layers)
+    branches = [branch for layer in config.layers for branch in (layer, layer.beside) if branch is not None]
+    names = dict.fromkeys(branch.mixer for branch in branches)
     if axis is None:
         if order != "contiguous":
             raise ValueError(

@@ -20,6 +20,7 @@ from .cells import RNN as RNN
 from .gated_delta_net import GatedDeltaNet as GatedDeltaNet
 from .gated_linear_attention import GatedLinearAttention as GatedLinearAttention
 from .gated_rms_norm import GatedRMSNorm as GatedRMSNorm
+from .gated_short_convolution import GatedShortConvolution as GatedShortConvolution
 from .kimi_delta_attention import KimiDeltaAttention as KimiDeltaAttention
 from .kv_cache import KVCache as KVCache
 from .latent_attention import MultiHeadLatentAttention as MultiHeadLatentAttention

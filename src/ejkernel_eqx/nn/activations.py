@@ -59,8 +59,9 @@ def matmul_options(name: str) -> dict[str, Any]:
     return {"activation": name}
 
 
-def check_activation(name: str) -> None:
-    if name not in ACTIVATIONS:
+def check_activation(name: str, has_gate: bool = True) -> None:
+    known = ACTIVATIONS if has_gate else UNGATED
+    if name not in known:
         raise ValueError(
-            f"activation: expected one of {', '.join(ACTIVATIONS)}, received {name!r}{nearest(name, ACTIVATIONS)}"
+            f"activation: expected one of {', '.join(known)}, received {name!r}{nearest(name, known)}"
         )

@@ -4,15 +4,17 @@ from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
+from .._broadcast import like
 from ..core.arguments import rate_of
 from ..dispatch import PlatformLike
 from ..recurrence import StateSpaceV2
 from ..weights.recurrent_configs import mamba2_options
-from .arguments import check_divides, check_eps, check_flags, read_sizes, width_of
+from .arguments import check_divides, check_eps, check_flags, check_numbers, read_sizes, width_of
 from .gated_rms_norm import GatedRMSNorm
 from .parts import Parts
 from .projection import project, project_parts
@@ -47,6 +49,7 @@ class Mamba2Mixer(RecurrentLayer):
     num_heads: int = eqx.field(static=True)
     num_groups: int = eqx.field(static=True)
     state_size: int = eqx.field(static=True)
+    multipliers: tuple[float, ...] | None = eqx.field(static=True)
     compute_dtype: str | None = eqx.field(static=True)
 
     _options_of = staticmethod(mamba2_options)
@@ -68,6 +71,7 @@ class Mamba2Mixer(RecurrentLayer):
         norm_eps: float = 1e-5,
         use_conv_bias: bool = True,
         use_bias: bool = False,
+        multipliers: tuple[float, float, float, float, float] | None = None,
         state_dtype: DTypeLike | None = None,
         sequence_axis: str | None = None,
         platform: PlatformLike | None = None,
@@ -88,6 +92,7 @@ class Mamba2Mixer(RecurrentLayer):
         - `norm_before_gate`: apply the gate after the norm; by default it is applied before.
         - `norm_group_size`: number of channels normalised together; default those of a group, `I // G`.
         - `use_conv_bias`, `use_bias`: whether the convolution, and `in_proj` and `out_proj`, have biases.
+        - `multipliers`: what $z$, $x$, $B$, $C$ and $\delta$ are multiplied by behind `in_proj` (Falcon-H1); default none.
         """
         embed_dim, state_size, conv_width = read_sizes(
             embed_dim=embed_dim, state_size=state_size, conv_width=conv_width
@@ -96,6 +101,11 @@ class Mamba2Mixer(RecurrentLayer):
         check_flags(use_norm=use_norm, norm_before_gate=norm_before_gate)
         check_flags(use_conv_bias=use_conv_bias, use_bias=use_bias)
         check_eps(norm_eps=norm_eps)
+        if multipliers is not None and (not isinstance(multipliers, tuple) or len(multipliers) != 5):
+            raise ValueError(
+                f"multipliers: expected five numbers, for z, x, B, C and dt, or None, received {multipliers!r}."
+            )
+        check_numbers(**{f"multipliers[{i}]": value for i, value in enumerate(multipliers or ())})
         inner, head_dim, num_groups = read_sizes(inner_dim=inner, head_dim=head_dim, num_groups=num_groups)
         check_divides("head_dim", head_dim, "inner_dim", inner)
         heads = inner // head_dim
@@ -117,6 +127,7 @@ class Mamba2Mixer(RecurrentLayer):
         self.recurrence = parts.operation(StateSpaceV2, state_dtype, config, **rule)
         self.embed_dim, self.inner_dim, self.compute_dtype = embed_dim, inner, parts.compute_dtype
         self.num_heads, self.num_groups, self.state_size = heads, num_groups, state_size
+        self.multipliers = multipliers
 
     def _projections(self) -> tuple[Any, ...]:
         return self.in_proj, self.out_proj
@@ -128,6 +139,10 @@ class Mamba2Mixer(RecurrentLayer):
         inner, shared = self.inner_dim, self.num_groups * self.state_size
         widths = (inner, inner, 2 * shared + self.num_heads)
         z, x, others = project_parts("in_proj", self.in_proj, x, widths)
+        if self.multipliers is not None:
+            of_z, of_x, *rest = self.multipliers
+            each = np.repeat(rest, (shared, shared, self.num_heads))
+            z, x, others = z * of_z, x * of_x, others * like(jnp.asarray(each, others.dtype), others)
         # Without the barrier, the product would be kept for the gradient as well as its parts.
         BC, dt = lax.optimization_barrier(tuple(jnp.split(others, [2 * shared], axis=-1)))
         x, BC = rows.convolve_parts(self.conv1d, (x, BC), (None, None))

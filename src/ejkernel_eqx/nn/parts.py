@@ -50,9 +50,9 @@ class Parts:
     def linear(self, features: int, out: int, use_bias: bool = False) -> eqx.nn.Linear:
         return linear(next(self._keys), features, out, use_bias, self.dtype)
 
-    def convolution(self, channels: int, width: int, use_bias: bool = False) -> ShortConvolution:
-        options = {"use_bias": use_bias, "platform": self.platform, "dtype": self.dtype}
-        options |= {"sequence_axis": self.sequence_axis}
+    def convolution(self, channels: int, width: int, use_bias: bool = False, **more: Any) -> ShortConvolution:
+        options: dict[str, Any] = {"use_bias": use_bias, "platform": self.platform, "dtype": self.dtype}
+        options |= {"sequence_axis": self.sequence_axis, **more}
         return ShortConvolution(channels, width, **options, key=next(self._keys))
 
     def norm(self, features: int, **options: Any) -> GatedRMSNorm:

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from .._jitted import compiled_call
 from .._shapes import AnyArray, Bool, Float, Int
+from ..convolution import CausalConv1d
 from ..core.arguments import accumulator
 from ..paged import RaggedBatch
 from ..sequences.packing import read_count
@@ -93,9 +94,12 @@ class RecurrentLayer(Published):
         *conv, recurrent = self._state_shapes(batch)
         stored = self._stored_dtype()
         dtype = stored if dtype is None else read_dtype("dtype", dtype)
+        # A short convolution in the place of the recurrence keeps inputs, as others do.
+        is_short = isinstance(self.recurrence, CausalConv1d)
+        wide = dtype if is_short else self.recurrence.state_dtype or accumulator(stored)
         state = RecurrentState(
             conv=tuple(jnp.zeros(shape, dtype) for shape in conv),
-            recurrent=jnp.zeros(recurrent, self.recurrence.state_dtype or accumulator(stored)),
+            recurrent=jnp.zeros(recurrent, wide),
         )
         count = read_count("num_draft_tokens", num_draft_tokens)
         if not count:

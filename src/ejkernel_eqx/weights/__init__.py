@@ -5,6 +5,7 @@ from .configs import unit_offset_norms as unit_offset_norms
 from .load import load_published as load_published
 from .recurrent_configs import gated_delta_net_options as gated_delta_net_options
 from .recurrent_configs import gated_linear_attention_options as gated_linear_attention_options
+from .recurrent_configs import gated_short_convolution_options as gated_short_convolution_options
 from .recurrent_configs import kimi_delta_attention_options as kimi_delta_attention_options
 from .recurrent_configs import lightning_attention_options as lightning_attention_options
 from .recurrent_configs import mamba1_options as mamba1_options

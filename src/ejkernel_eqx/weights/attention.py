@@ -3,6 +3,7 @@
 | form | query, key, value | output |
 |---|---|---|
 | Llama and most | `q_proj`, `k_proj`, `v_proj` | `o_proj`, or `dense` (Phi), `out_proj` (OPT) |
+| LFM2 | the same, with `q_layernorm`, `k_layernorm` | `out_proj` |
 | Phi-3 | `qkv_proj`: all queries, all keys, all values | `o_proj` |
 | GPT-NeoX | `query_key_value`: each head's query, key, value | `dense` |
 | GPT-2 | `c_attn` `[in, out]`: all queries, all keys, all values | `c_proj` `[in, out]` |
@@ -57,6 +58,8 @@ def _query_key_value(layer: Any, weights: Weights) -> tuple[dict[str, Any], dict
         return _with_one_bias(layer, weights), {}
     if weights.has("self.query.weight"):
         return {}, dict(_BERT)
+    if weights.has("q_layernorm.weight"):
+        return {}, {"q_norm": "q_layernorm", "k_norm": "k_layernorm"}
     return {}, dict(_EQUINOX) if weights.has("query_proj.weight") else {}
 
 

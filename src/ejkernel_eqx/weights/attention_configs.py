@@ -5,7 +5,8 @@ from typing import Any
 
 from .._entries import Entries
 from ..rotary import RotaryEmbedding
-from .configs import check_type, Config, head_width, kimi_layer_type, layer_type, read_model, refuse, take
+from .configs import check_type, Config, head_width, layer_type, read_model, refuse, take
+from .hybrid_configs import hybrid_layer_type
 
 _FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 _ONE_WINDOW = ("mistral", "ministral3", "mixtral", "phi3", "minimax", "qwen3_moe", "starcoder2")
@@ -69,7 +70,12 @@ def _rotates(config: Entries, index: int, found: str) -> bool:
         return found == _SLIDING and config.get("sliding_window") is not None
     if kind == "exaone4":
         return found == _SLIDING or config.get("sliding_window") is None
-    return kind not in ("gpt2", *BERTS)  # which learn their positions as embeddings
+    if kind == "olmo_hybrid":  # where a base of null stands for none
+        rope = config.inner("rope_parameters")
+        named = rope if "rope_theta" in set(rope) else config
+        return "rope_theta" not in set(named) or named.get("rope_theta") is not None
+    # GPT-2 and BERT learn their positions as embeddings; the states of the others tell them.
+    return kind not in ("gpt2", *BERTS, "jamba", "nemotron_h")
 
 
 def default_type(config: Entries, index: int) -> str:
@@ -96,13 +102,12 @@ def default_type(config: Entries, index: int) -> str:
         "qwen3_5_text": by_interval,
         "qwen3_5_moe_text": by_interval,
         "minimax": index % 2 == 1,
-        "granitemoehybrid": True,
     }
+    if (found := hybrid_layer_type(config, index)) is not None:
+        return found
     if kind == "llama4_text":
         has_chunks = config.get("attention_chunk_size") is not None
         return _CHUNKED if has_chunks and _rotates(config, index, _FULL) else _FULL
-    if kind == "kimi_linear":
-        return kimi_layer_type(config, index)
     if linear.get(kind, False):
         return "linear_attention"
     return _SLIDING if sliding.get(kind, False) else _FULL
@@ -264,6 +269,19 @@ def _rotation(config: Entries) -> Entries:
     return config.changed(**{name: {key: config[name][key] for key in config[name] if key not in others}})
 
 
+def _bamba(config: Config, layer_index: int) -> dict[str, Any]:
+    refuse(config, partial_rotary_factor=0.5)
+    return {}
+
+
+def _falcon_h1(config: Config, layer_index: int) -> dict[str, Any]:
+    """The factor of the input is a part of that of the scores, and of the branch's."""
+    factor = config["attention_in_multiplier"]
+    if factor != 1:
+        refuse(config, attention_bias=False)
+    return {"softmax_scale": head_width(config) ** -0.5 * factor**2 * config["key_multiplier"]}
+
+
 def _qwen3_next(config: Config, layer_index: int) -> dict[str, Any]:
     refuse(config, attn_output_gate=True)
     return _qk_norm(config, layer_index) | {"output_gate": True}
@@ -271,12 +289,26 @@ def _qwen3_next(config: Config, layer_index: int) -> dict[str, Any]:
 
 _BIASES = {"gpt2": (True, True), "phi": (True, True), "qwen2": (True, False)}
 _BIASES |= dict.fromkeys(BERTS, (True, True))
-_NO_BIAS = ("exaone4", "minimax", "minimax_m2", "ministral3", "mistral", "mixtral", "phi3")
+_NO_BIAS = (
+    "exaone4",
+    "jamba",
+    "lfm2",
+    "lfm2_moe",
+    "nemotron_h",
+    "minimax",
+    "minimax_m2",
+    "ministral3",
+    "mistral",
+    "mixtral",
+    "phi3",
+)
 _BIASES |= dict.fromkeys(_NO_BIAS, (False, False))
 """The biases of models whose configuration does not say it."""
 _OTHERS: dict[str, Callable[[Entries, int], dict[str, Any]]] = {
+    "bamba": _bamba,
     "cohere": _cohere,
     "exaone4": _qk_norm,
+    "falcon_h1": _falcon_h1,
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
@@ -285,6 +317,8 @@ _OTHERS: dict[str, Callable[[Entries, int], dict[str, Any]]] = {
     "gpt2": _gpt2,
     "gpt_oss": _gpt_oss,
     **dict.fromkeys(("granite", "granitemoe", "granitemoehybrid"), _granite),
+    "lfm2": _qk_norm,
+    "lfm2_moe": _qk_norm,
     "llama4_text": _llama4,
     **dict.fromkeys(BERTS, _bert),
     "minimax_m2": _olmo2,
@@ -292,6 +326,7 @@ _OTHERS: dict[str, Callable[[Entries, int], dict[str, Any]]] = {
     "ministral3": _ministral3,
     "olmo2": _olmo2,
     "olmo3": _olmo2,
+    "olmo_hybrid": _olmo2,
     "olmoe": _olmoe,
     "phi": _phi,
     "qwen3": _qk_norm,

@@ -8,6 +8,7 @@ from typing import Any
 
 from .._entries import Entries, entries_of, shown
 from .._errors import CheckpointError
+from .hybrid_configs import hybrid_entries
 
 Config = Mapping[str, Any]
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh"}
@@ -20,7 +21,6 @@ _QWEN3_VL_MOE |= {"num_key_value_heads": 16, "head_dim": 128, "rope_theta": 5e5,
 _KIMI_LINEAR = {"n_group": "num_expert_group", "norm_topk_prob": "moe_renormalize"}
 _KIMI_LINEAR |= {"num_experts_per_tok": "num_experts_per_token", "n_shared_experts": "num_shared_experts"}
 _KIMI_LINEAR |= {"scoring_func": "moe_router_activation_func"}
-_GRANITE_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
 ALIASES: dict[str, tuple[str, Config]] = {
     "kimi_k2": ("deepseek_v3", {}),
     **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), ("qwen2", _QWEN2_VL)),
@@ -57,19 +57,10 @@ def text_entries(config: Any) -> Entries:
     if kind == "kimi_linear":
         renamed = {name: entries.raw(other) for name, other in _KIMI_LINEAR.items()}
         return entries.changed(**{name: value for name, value in renamed.items() if value is not None})
-    if kind == "granitemoehybrid" and (types := entries.get("layer_types")):
-        return entries.changed(layer_types=[_GRANITE_TYPES.get(name, name) for name in types])
     if kind not in ALIASES:
-        return entries
+        return hybrid_entries(entries)
     kind, defaults = ALIASES[kind]
     return entries.changed(model_type=kind).over(defaults)
-
-
-def kimi_layer_type(config: Entries, index: int) -> str:
-    """The type of a layer of Kimi-Linear where none is listed."""
-    layers = config.inner("linear_attn_config").get("kda_layers")  # counted from 1
-    is_linear = not index or index % 4 if layers is None else index + 1 in layers
-    return "linear_attention" if is_linear else "full_attention"
 
 
 def take(config: Config, *names: str) -> Any:

@@ -58,13 +58,20 @@ def _no_experts(config: Config, layer_index: int) -> str | None:
     """The entries that give a layer a plain MLP."""
     if not _count(config):
         return "it has no experts"
+    if (period := config.get("expert_layer_period")) and layer_index % period != config[
+        "expert_layer_offset"
+    ]:
+        return f"expert_layer_period is {period}"
     first = config.get("first_k_dense_replace") or 0
     if layer_index < first:
         return f"first_k_dense_replace is {first}"
     if layer_index in (config.get("mlp_only_layers") or ()):
         return f"mlp_only_layers has {layer_index}"
-    if (kinds := config.get("mlp_layer_types")) and kinds[layer_index : layer_index + 1] == ["dense"]:
-        return "mlp_layer_types says dense"
+    if (kinds := config.get("mlp_layer_types")) and kinds[layer_index : layer_index + 1] in (
+        ["dense"],
+        ["none"],
+    ):
+        return f"mlp_layer_types says {kinds[layer_index]}"
     if layer_index not in (config.get("moe_layers") or (layer_index,)):
         return "moe_layers has it not"
     step = 1 if config.get("moe_layers") else config.get("interleave_moe_layer_step") or 1
@@ -86,12 +93,25 @@ def _where_experts_are(config: Config) -> str:
 
 
 def _activation(config: Config) -> str:
-    name = config["hidden_act"]
+    name = config.get("mlp_hidden_act") or config["hidden_act"]
+    if name == "relu2" and config["model_type"] == "nemotron_h":  # whose experts have no gate
+        return name
     if name not in ACTIVATIONS:
         raise ValueError(
             f"hidden_act: expected one of {', '.join(ACTIVATIONS)}, received {name!r}; the experts have no such activation."
         )
     return ACTIVATIONS[name]
+
+
+def _lfm2_moe(config: Config) -> dict[str, Any]:
+    factor = float(config["routed_scaling_factor"])
+    biased = bool(config["use_expert_bias"])
+    return {"scoring": "sigmoid", "use_correction_bias": biased, "scaling_factor": factor}
+
+
+def _nemotron_h(config: Entries) -> dict[str, Any]:
+    latent = {"gated": False, "latent_dim": config.get("moe_latent_size")}
+    return _deepseek_v3(config) | latent | {"shared_dim": take(config, "moe_shared_expert_intermediate_size")}
 
 
 def _one_size(config: Config) -> dict[str, Any]:
@@ -166,7 +186,10 @@ _OTHERS: dict[str, Callable[[Entries], dict[str, Any]]] = {
     "gpt_oss": _gpt_oss,
     "granitemoe": _granite,
     "granitemoehybrid": _granite,
+    "jamba": lambda config: {"normalize": False},
+    "lfm2_moe": _lfm2_moe,
     "llama4_text": _llama4,
+    "nemotron_h": _nemotron_h,
     "minimax": _one_size,
     "minimax_m2": _minimax_m2,
     "mixtral": _one_size,

@@ -6,6 +6,8 @@
 | Qwen, OLMoE, DeepSeek | `experts.0.gate_proj`, `up_proj`, `down_proj` |
 | transformers, once loaded | `experts.gate_up_proj` `[N, 2 F, E]`, all gates and then all ups; `experts.down_proj` `[N, E, F]` |
 | Granite | `input_linear` and `output_linear` for both; those of the shared expert beside it, in `shared_mlp` |
+| Jamba, LFM2-MoE, in `feed_forward` | the first three |
+| Nemotron-H | `experts.0.up_proj`, `down_proj`, or `experts.up_proj` and `experts.down_proj` of all; `fc1_latent_proj`, `fc2_latent_proj` |
 | Llama 4, in `feed_forward` | `experts.gate_up_proj` `[N, E, 2 F]`, all gates and then all ups; `experts.down_proj` `[N, F, E]` |
 | GPT-OSS | `experts.gate_up_proj` `[N, E, 2 F]`, gate and up in turn; `experts.down_proj` `[N, F, E]`; `*_bias` |
 
@@ -54,22 +56,32 @@ def _router(router: Any, weights: Weights, name: str) -> Any:
     new: dict[str, Any] = {}
     bias, kept = router.e_score_correction_bias, "e_score_correction_bias"
     if bias is not None:
-        # MiniMax-M2 keeps it beside the router.
-        at = weights if weights.has(kept) else weights.at(name)
-        new[kept] = at.take(kept, bias.shape, bias.dtype)
+        # MiniMax-M2 and LFM2 keep it beside the router.
+        other = "expert_bias" if weights.has("expert_bias") else kept
+        at = weights if weights.has(other) else weights.at(name)
+        new[kept] = at.take(other, bias.shape, bias.dtype)
     return fill_fields(replaced(router, new), weights.at(name), skip=tuple(new))
 
 
 def experts(module: Any, weights: Weights) -> Any:
     """All experts of a layer."""
+    latent = ("fc1_latent_proj", "fc2_latent_proj")
+    new = {name: getattr(module, name) for name in latent}
+    new = {name: fill(layer, weights.beside(name)) for name, layer in new.items() if layer is not None}
+    module = replaced(module, new)
+    if module.gate_proj is None:
+        if weights.has("up_proj"):
+            return fill_fields(module, weights, skip=latent)
+        return _one_by_one(module, weights)
     if weights.has("gate_up_proj_bias"):
         return _transposed(module, weights)
-    if weights.prefix.endswith("feed_forward.experts."):
+    in_feed_forward = weights.prefix.endswith("feed_forward.experts.")
+    if in_feed_forward and weights.beside("shared_expert").has("gate_proj.weight"):
         return _transposed(module, weights, alternates=False)
     if weights.has("gate_up_proj"):
         return _halves(module, weights, "gate_up_proj", "down_proj")
     if weights.has("gate_proj"):  # by the names of the fields
-        return fill_fields(module, weights)
+        return fill_fields(module, weights, skip=latent)
     return _one_by_one(module, weights)
 
 
@@ -78,7 +90,8 @@ def _halves(module: Any, weights: Weights, both: str, down: str) -> Any:
     matrix = weights.take_matrix(both, (count, 2 * inner, outer), module.gate_proj.dtype)
     # All gates come before all ups: [N, 2 F, E] to two arrays [N, F, E].
     new = {"gate_proj": rows_of(matrix, slice(inner)), "up_proj": rows_of(matrix, slice(inner, None))}
-    return fill_fields(replaced(module, new), weights, {"down_proj": down}, skip=tuple(new))
+    skip = (*new, "fc1_latent_proj", "fc2_latent_proj")
+    return fill_fields(replaced(module, new), weights, {"down_proj": down}, skip=skip)
 
 
 def _transposed(module: Any, weights: Weights, alternates: bool = True) -> Any:
@@ -107,6 +120,8 @@ def _one_by_one(module: Any, weights: Weights) -> Any:
 
     new: dict[str, Any] = {}
     for field, name in zip(_FIELDS, names):
+        if getattr(module, field) is None:
+            continue
         new[field] = stacked(getattr(module, field), f"{name}.weight")
         if (bias := getattr(module, f"{field}_bias")) is not None:
             new[f"{field}_bias"] = stacked(bias, f"{name}.bias")

@@ -7,6 +7,7 @@
 | `KimiDeltaAttention` | `A_log` `[1, 1, H, 1]`; `f_proj.0`, `f_proj.1`, `g_proj.0`, `g_proj.1` (flash-linear-attention) |
 | | `forget_gate` around the decay's parameters and one `conv1d` (transformers, once loaded) |
 | `GatedDeltaNet` | `in_proj_qkv`, `in_proj_z`, `in_proj_b`, `in_proj_a`, not grouped by key head (Qwen3.5) |
+| | `q_proj`, `k_proj`, `v_proj`, `g_proj`, `b_proj`, `a_proj`, `o_norm`, `o_proj`; `conv1d` in one or three (OLMo-hybrid) |
 
 `Mamba1Mixer` and `Mamba2Mixer` are published by the names of their fields.
 """
@@ -71,7 +72,8 @@ def _split_convolution(layer: Any, weights: Weights) -> dict[str, Any]:
 
 
 def gated_delta_net(layer: Any, weights: Weights) -> Any:
-    if not weights.has("in_proj_qkv.weight"):
+    apart = weights.has("q_proj.weight")
+    if not apart and not weights.has("in_proj_qkv.weight"):
         return fill_fields(layer, weights)
     heads, features = layer.num_k_heads, layer.embed_dim
     key_dim, value_dim = heads * layer.head_dim, layer.num_v_heads * layer.v_head_dim
@@ -84,12 +86,25 @@ def gated_delta_net(layer: Any, weights: Weights) -> Any:
         rows = jnp.concatenate([part.reshape(heads, -1, features) for part in parts], axis=1)
         return rows.reshape(-1, features)
 
-    qkv = take("in_proj_qkv", 2 * key_dim + value_dim, layer.in_proj_qkvz)
-    z = take("in_proj_z", value_dim, layer.in_proj_qkvz)
-    b, a = (take(name, layer.num_v_heads, layer.in_proj_ba) for name in ("in_proj_b", "in_proj_a"))
-    qkvz, ba = grouped(*jnp.split(qkv, [key_dim, 2 * key_dim]), z), grouped(b, a)
+    sizes = (key_dim, key_dim, value_dim)
+    if apart:
+        names = zip(("q_proj", "k_proj", "v_proj"), sizes)
+        qkv = [take(name, size, layer.in_proj_qkvz) for name, size in names]
+    else:
+        both = take("in_proj_qkv", 2 * key_dim + value_dim, layer.in_proj_qkvz)
+        qkv = jnp.split(both, [key_dim, 2 * key_dim])
+    z = take("g_proj" if apart else "in_proj_z", value_dim, layer.in_proj_qkvz)
+    names = ("b_proj", "a_proj") if apart else ("in_proj_b", "in_proj_a")
+    b, a = (take(name, layer.num_v_heads, layer.in_proj_ba) for name in names)
     new = {
-        "in_proj_qkvz": replaced(layer.in_proj_qkvz, {"weight": qkvz}),
-        "in_proj_ba": replaced(layer.in_proj_ba, {"weight": ba}),
+        "in_proj_qkvz": replaced(layer.in_proj_qkvz, {"weight": grouped(*qkv, z)}),
+        "in_proj_ba": replaced(layer.in_proj_ba, {"weight": grouped(b, a)}),
     }
-    return fill_fields(replaced(layer, new), weights, skip=tuple(new))
+    if weights.has("q_conv1d.weight"):
+        # Wherever it was cut: `transformers` saves three parts of nearly the same size.
+        names, dtype = [f"{part}_conv1d.weight" for part in "qkv"], layer.conv1d.weight.dtype
+        there = lambda name: weights.shape(name) if weights.has(name) else layer.conv1d.weight.shape
+        parts = [weights.take(name, there(name), dtype) for name in names]
+        new["conv1d"] = replaced(layer.conv1d, {"weight": jnp.concatenate(parts)})
+    renamed = {"norm": "o_norm", "out_proj": "o_proj"} if apart else {}
+    return fill_fields(replaced(layer, new), weights, renamed, skip=tuple(new))

@@ -5,74 +5,109 @@ from collections.abc import Callable
 from typing import Any
 
 from .._entries import Entries
-from .configs import (
-    check_type,
-    Config,
-    head_width,
-    kimi_layer_type,
-    layer_type,
-    read_model,
-    refuse,
-    take,
-    taken,
-)
+from .attention_configs import default_type
+from .configs import check_type, Config, head_width, layer_type, read_model, refuse, take, taken
 
-_LINEAR, _FULL = "linear_attention", "full_attention"
+_LINEAR = "linear_attention"
 
 
 def mamba1_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
-    """The arguments of `Mamba1Mixer` (`mamba`, `falcon_mamba`)."""
+    """The arguments of `Mamba1Mixer` (`mamba`, `falcon_mamba`, `jamba`)."""
     config = _read(config, layer_index, "Mamba1Mixer")
     options = taken(config, "embed_dim=hidden_size dt_rank=time_step_rank state_size conv_width=conv_kernel")
-    width = options["embed_dim"]
+    width, is_jamba = options["embed_dim"], config["model_type"] == "jamba"
     # Mamba's published code computes this rank for "auto".
     if options["dt_rank"] == "auto":
         options["dt_rank"] = math.ceil(width / 16)
-    options["inner_dim"] = config.get("intermediate_size") or _expanded(config, width)
+    # Jamba's intermediate_size is that of its MLPs.
+    inner = None if is_jamba else config.get("intermediate_size")
+    options["inner_dim"] = inner or _expanded(config, width, "mamba_expand" if is_jamba else "expand")
     options |= _flags(config, "use_conv_bias use_bias")
-    if config["model_type"] == "falcon_mamba":
-        options |= {"inner_norms": True, "inner_norm_eps": take(config, "mixer_rms_eps")}
+    if config["model_type"] != "mamba":
+        norms = {"inner_norms": "weighted" if is_jamba else True}
+        options |= norms | taken(config, "inner_norm_eps=mixer_rms_eps")
     return options
 
 
 def mamba2_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
-    """The arguments of `Mamba2Mixer` (`mamba2`, `granitemoehybrid`)."""
+    """The arguments of `Mamba2Mixer` (`mamba2`, `bamba`, `falcon_h1`, `granitemoehybrid`, `nemotron_h`)."""
     config = _read(config, layer_index, "Mamba2Mixer")
-    if config["model_type"] == "granitemoehybrid":
+    if config["model_type"] == "falcon_h1":
+        return _granite_mamba2(config) | _falcon_mamba2(config)
+    if config["model_type"] in ("bamba", "granitemoehybrid"):
         return _granite_mamba2(config)
-    config.check_divides("n_groups", "num_heads")
-    low, high = take(config, "time_step_limit")
+    of_mamba = "mamba_" if config["model_type"] == "nemotron_h" else ""
+    config.check_divides("n_groups", f"{of_mamba}num_heads")
     return {
-        **taken(config, "embed_dim=hidden_size state_size head_dim num_groups=n_groups"),
+        **taken(config, f"embed_dim=hidden_size state_size head_dim={of_mamba}head_dim num_groups=n_groups"),
         **taken(config, "conv_width=conv_kernel norm_eps=layer_norm_epsilon"),
-        "inner_dim": take(config, "num_heads") * take(config, "head_dim"),
-        "dt_limit": None if (low, high) == (0, math.inf) else (float(low), float(high)),
+        "inner_dim": take(config, f"{of_mamba}num_heads") * take(config, f"{of_mamba}head_dim"),
+        "dt_limit": _time_steps(config),
         **_flags(config, "use_conv_bias use_bias"),
     }
 
 
+def _time_steps(config: Entries) -> tuple[float, float] | None:
+    low, high = take(config, "time_step_limit")
+    return None if (low, high) == (0, math.inf) else (float(low), float(high))
+
+
 def _granite_mamba2(config: Entries) -> dict[str, Any]:
     width, heads = take(config, "hidden_size"), take(config, "mamba_n_heads")
-    inner = _expanded(config, width, "mamba_expand")
+    given = "mamba_d_ssm" if config.get("mamba_d_ssm") else "mamba_expand"
+    inner = config.get("mamba_d_ssm") or _expanded(config, width, given)
     if inner % heads or config["mamba_d_head"] not in ("auto", inner // heads):
         raise config.wrong(
-            "mamba_d_head", f"'auto' or the {inner} features of mamba_expand over mamba_n_heads={heads}"
+            "mamba_d_head", f"'auto' or the {inner} features of {given} over mamba_n_heads={heads}"
         )
-    low, high = take(config, "time_step_limit")
     sizes = "state_size=mamba_d_state num_groups=mamba_n_groups conv_width=mamba_d_conv norm_eps=rms_norm_eps"
     return {
         **taken(config, f"embed_dim=hidden_size {sizes}"),
         "head_dim": inner // heads,
         "inner_dim": inner,
-        "dt_limit": None if (low, high) == (0, math.inf) else (float(low), float(high)),
+        "dt_limit": _time_steps(config),
         **_flags(config, "use_conv_bias=mamba_conv_bias use_bias=mamba_proj_bias"),
     }
 
 
+def _falcon_mamba2(config: Entries) -> dict[str, Any]:
+    refuse(config, projectors_bias=bool(config["mamba_proj_bias"]))
+    if (factor := config["ssm_in_multiplier"]) != 1:
+        refuse(config, mamba_proj_bias=False)
+    multipliers = tuple(factor * each for each in config.get("ssm_multipliers") or (1.0,) * 5)
+    flags = _flags(config, "use_norm=mamba_rms_norm norm_before_gate=mamba_norm_before_gate")
+    return {"multipliers": multipliers, **flags}
+
+
+def gated_short_convolution_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
+    """The arguments of `GatedShortConvolution` (`lfm2`, `lfm2_moe`)."""
+    config = _read(config, layer_index, "GatedShortConvolution")
+    return taken(config, "embed_dim=hidden_size conv_width=conv_L_cache") | _flags(
+        config, "use_bias=conv_bias"
+    )
+
+
+def _olmo_delta_net(config: Entries) -> dict[str, Any]:
+    width, heads = take(config, "hidden_size"), take(config, "num_attention_heads")
+    k_heads = config.get("linear_num_key_heads") or heads
+    head_dim = config.get("linear_key_head_dim") or int(0.75 * width / k_heads)
+    return {
+        **taken(config, "embed_dim=hidden_size conv_width=linear_conv_kernel_dim"),
+        "num_k_heads": k_heads,
+        "num_v_heads": config.get("linear_num_value_heads") or heads,
+        "head_dim": head_dim,
+        "v_head_dim": config.get("linear_value_head_dim") or 2 * head_dim,
+        "norm_eps": 1e-5,  # published code does not read the configuration's for this norm
+        **_flags(config, "allow_neg_eigval=linear_allow_neg_eigval"),
+    }
+
+
 def gated_delta_net_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
-    """The arguments of `GatedDeltaNet` (`qwen3_next`, `qwen3_5_text`)."""
-    default = lambda config, index: _LINEAR if (index + 1) % config["full_attention_interval"] else _FULL
-    config = _read(config, layer_index, "GatedDeltaNet", default)
+    """The arguments of `GatedDeltaNet` (`qwen3_next`, `qwen3_5_text`, `olmo_hybrid`)."""
+    config = _read(config, layer_index, "GatedDeltaNet")
+    if config["model_type"] == "olmo_hybrid":
+        config.check_divides("linear_num_key_heads", "linear_num_value_heads")
+        return _olmo_delta_net(config)
     config.check_divides("linear_num_key_heads", "linear_num_value_heads")
     heads = "num_k_heads=linear_num_key_heads num_v_heads=linear_num_value_heads"
     dims = "head_dim=linear_key_head_dim v_head_dim=linear_value_head_dim conv_width=linear_conv_kernel_dim"
@@ -81,8 +116,7 @@ def gated_delta_net_options(config: Config, layer_index: int = 0) -> dict[str, A
 
 def lightning_attention_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
     """The arguments of `LightningAttention` (`minimax`)."""
-    default = lambda config, index: _LINEAR if index % 2 else _FULL
-    config = _read(config, layer_index, "LightningAttention", default)
+    config = _read(config, layer_index, "LightningAttention")
     return {
         **taken(config, "embed_dim=hidden_size num_heads=num_attention_heads num_layers=num_hidden_layers"),
         "head_dim": head_width(config),
@@ -93,7 +127,7 @@ def lightning_attention_options(config: Config, layer_index: int = 0) -> dict[st
 
 def kimi_delta_attention_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
     """The arguments of `KimiDeltaAttention` (`kimi_linear`)."""
-    config = _read(config, layer_index, "KimiDeltaAttention", kimi_layer_type)
+    config = _read(config, layer_index, "KimiDeltaAttention")
     nested = config.inner("linear_attn_config")
     return {
         **taken(config, "embed_dim=hidden_size norm_eps=rms_norm_eps"),
@@ -137,11 +171,12 @@ def _read(
     config: Config,
     layer_index: int,
     layer: str,
-    default: Callable[[Entries, int], str] = lambda config, index: _LINEAR,
+    default: Callable[[Entries, int], str] = default_type,
 ) -> Entries:
     """The configuration of a model whose layer at this place is a recurrent one; `default` gives its type where none is listed."""
     entries = read_model(config, layer)
     kind = layer_type(entries, layer_index, lambda index: default(entries, index))
-    check_type(entries, layer_index, kind, (_LINEAR,), layer)
-    refuse(entries, hidden_act=("silu", "swish"))
+    if entries["model_type"] != "falcon_h1":  # whose layers have attention and Mamba-2 each
+        check_type(entries, layer_index, kind, (_LINEAR,), layer)
+    refuse(entries, hidden_act=("silu", "swish"), mamba_hidden_act=("silu", "swish"))
     return entries

@@ -180,7 +180,7 @@ def through_experts(
     """The weighted sums `[R, E]` of what the experts of this device make of tokens `x [R, E]`, whose experts have these `numbers [R, top_k]` (as many
     as there are for none). `rows` of theirs go through the experts at once; what is beyond follows, if any device has it: `largest` is the largest
     of a number on all devices."""
-    count, (tokens, top_k) = experts.gate_proj.shape[0], numbers.shape
+    count, (tokens, top_k) = experts.up_proj.shape[0], numbers.shape
     order = order_of(numbers.reshape(-1), count)
     ends = jnp.cumsum(order.sizes)
     places = jnp.where(numbers < count, order.places.reshape(numbers.shape), tokens * top_k)

@@ -34,7 +34,7 @@ _Real = Bool[AnyArray, "*B"] | None
 
 
 class MixtureOfExperts(Published):
-    r"""A mixture of experts: a router sends each token to a few of many gated MLPs, whose outputs are added with the router's weights.
+    r"""A mixture of experts: a router sends each token to a few of many MLPs, whose outputs are added with the router's weights.
 
     $$y = \sum_{i \in \mathcal{T}(x)} w_i(x)\, E_i(x) + g(x)\, S(x), \qquad
       E_i(x) = W^{(i)}_{down}\big(f(W^{(i)}_{gate} x) \odot W^{(i)}_{up} x\big)$$
@@ -49,6 +49,9 @@ class MixtureOfExperts(Published):
     | GPT-OSS | `"top_k_softmax"` | | `activation="clamped_swiglu"`, `use_bias=True`, `use_router_bias=True` |
     | DeepSeek-V2 | `"softmax"` | no | `num_groups`, `top_k_groups`, `group_score="max"`, `scaling_factor`, `shared_dim` |
     | Llama 4 | `"sigmoid"` | no | `top_k=1`, `scale_inputs=True`, `shared_dim` |
+    | Jamba | `"softmax"` | no | |
+    | LFM2 | `"sigmoid"` | `norm_topk_prob` | `use_correction_bias=True`, `scaling_factor` |
+    | Nemotron 3 | as DeepSeek-V3 | | `gated=False`, `activation="relu2"`, `latent_dim` |
     | DeepSeek-V3 | `"sigmoid"` | yes | `num_groups`, `top_k_groups`, `use_correction_bias=True`, `scaling_factor`, `shared_dim` |
 
     No expert has a capacity, and no token is dropped. Tokens are sorted by expert, and each projection of all experts is one
@@ -88,6 +91,8 @@ class MixtureOfExperts(Published):
         use_router_bias: bool = False,
         use_correction_bias: bool = False,
         activation: str = "silu",
+        gated: bool = True,
+        latent_dim: int | None = None,
         use_bias: bool = False,
         shared_dim: int | None = None,
         shared_gate: bool = False,
@@ -114,6 +119,9 @@ class MixtureOfExperts(Published):
             scores. It does not enter their weights, and no gradient reaches it.
             [`update_correction_bias`][ejkernel_eqx.nn.update_correction_bias] balances experts by it.
         - `activation`: $f$, as in [`ejkernel_eqx.models.MLPConfig`][], also of the shared expert.
+        - `gated`: whether experts have a gate; without, $E_i(x) = W^{(i)}_{down} f(W^{(i)}_{up} x)$, where $f$ may also be `"relu2"`.
+        - `latent_dim`: the width in which the experts compute, but for the shared one: tokens are projected there for all experts, and the weighted
+            sum back (Nemotron 3); default that of the tokens.
         - `use_bias`: whether the projections of experts have biases.
         - `shared_dim`: features inside an expert that all tokens go to, $S$; `None` for none. Published models with several shared experts have one
             that is as many times as wide.
@@ -129,7 +137,10 @@ class MixtureOfExperts(Published):
         embed_dim, hidden_dim = read_sizes(embed_dim=embed_dim, hidden_dim=hidden_dim)
         flags = {"use_router_bias": use_router_bias, "use_correction_bias": use_correction_bias}
         check_flags(**flags, use_bias=use_bias, shared_gate=shared_gate)
-        check_activation(activation)
+        check_flags(gated=gated)
+        check_activation(activation, gated)
+        if latent_dim is not None:
+            (latent_dim,) = read_sizes(latent_dim=latent_dim)
         if shared_dim is not None:
             (shared_dim,) = read_sizes(shared_dim=shared_dim)
         elif shared_gate:
@@ -147,12 +158,13 @@ class MixtureOfExperts(Published):
         biases = {"use_bias": use_router_bias, "use_correction_bias": use_correction_bias}
         self.gate = Router(embed_dim, choice, **biases, dtype=parts.dtype, key=parts.key())
         shared: Any = {"activation": activation, "dtype": parts.dtype}
-        options: Any = {"use_bias": use_bias, "platform": platform, **shared}
+        options: Any = {"use_bias": use_bias, "platform": platform, "gated": gated, **shared}
+        options |= {"latent_dim": latent_dim}
         self.experts = Experts(embed_dim, hidden_dim, num_experts, **options, key=parts.key())
         shared_key = parts.key()
         self.shared_expert = None
         if shared_dim is not None:
-            self.shared_expert = SharedExpert(embed_dim, shared_dim, **shared, key=shared_key)
+            self.shared_expert = SharedExpert(embed_dim, shared_dim, has_gate=gated, **shared, key=shared_key)
         self.shared_expert_gate = parts.linear(embed_dim, 1) if shared_gate else None
         self.embed_dim, self.hidden_dim, self.parallel = embed_dim, hidden_dim, parallel
         self.compute_dtype = parts.compute_dtype
@@ -220,7 +232,7 @@ class MixtureOfExperts(Published):
             raise ValueError(
                 f"x: expected [..., E] with E = {self.embed_dim}, received shape {x.shape}; features are the last axis."
             )
-        return x.astype(self.compute_dtype or promoted(x, self.experts.gate_proj))
+        return x.astype(self.compute_dtype or promoted(x, self.experts.up_proj))
 
     def _shared(self, x: Array) -> Array:
         assert self.shared_expert is not None

@@ -131,8 +131,8 @@ def _by_types(mesh: Any, experts: Any, x: Array, exchange: str) -> _Split:
     are gathered, as for training with parameters split over the devices of the batch."""
     lead = spec_of(x)[:-1]
     tokens = tuple(axis for entry in lead for axis in mesh_axes(entry))
-    gate = experts.gate_proj
-    of_experts, of_hidden, _ = spec_of(gate.codes if is_quantised(gate) else gate)
+    up = experts.up_proj
+    of_experts, of_hidden, _ = spec_of(up.codes if is_quantised(up) else up)
     hidden = tuple(axis for axis in mesh_axes(of_hidden) if axis not in tokens)
     return _Split(mesh, mesh_axes(of_experts), tokens, hidden, PartitionSpec(*lead, None), exchange)
 
@@ -148,7 +148,7 @@ def _by_names(mesh: Any, parallel: ExpertParallel, experts: Any, exchange: str) 
     x = PartitionSpec(parallel.token_axes or None, None)
     split = _Split(mesh, parallel.expert_axes, parallel.token_axes, parallel.hidden_axes, x, exchange)  # pyright: ignore[reportArgumentType]
     for what, size, axes in zip(
-        ("num_experts", "hidden_dim"), experts.gate_proj.shape, (split.experts, split.hidden)
+        ("num_experts", "hidden_dim"), experts.up_proj.shape, (split.experts, split.hidden)
     ):
         if size % split.size(axes):
             raise ValueError(
@@ -186,8 +186,9 @@ def _with_whole_blocks(split: _Split, weight: Any, axis: int) -> Any:
 @eqx.filter_jit
 def _on_mesh(split: _Split, router: Any, experts: Any, x: Array, real: Array | None) -> Any:
     """Compiled: outside of `jit`, arrays on a mesh meet others in compiled functions alone."""
-    where = lambda e: tuple(getattr(e, name) for name in _HIDDEN)
-    whole = [_with_whole_blocks(split, *each) for each in zip(where(experts), _HIDDEN.values())]
+    hidden = {name: axis for name, axis in _HIDDEN.items() if getattr(experts, name) is not None}
+    where = lambda e: tuple(getattr(e, name) for name in hidden)
+    whole = [_with_whole_blocks(split, *each) for each in zip(where(experts), hidden.values())]
     experts = eqx.tree_at(where, experts, whole)
     arrays, static = eqx.partition((router, experts), eqx.is_array)
     one = lambda axes: axes or None
@@ -204,7 +205,9 @@ def _on_mesh(split: _Split, router: Any, experts: Any, x: Array, real: Array | N
     def spec_at(path: Any, leaf: Any) -> PartitionSpec:
         if not path[0].idx:
             return PartitionSpec()
-        name = next(key.name for key in path if getattr(key, "name", "") in specs)
+        name = next((key.name for key in path if getattr(key, "name", "") in specs), None)
+        if name is None:  # projections that every device has
+            return PartitionSpec()
         if path[-1].name == name:
             return specs[name]
         # A part of a quantised weight: its codes, blocks, or factors; a single block of an axis is that of every device.
@@ -243,11 +246,11 @@ def _local(split: _Split, layer: Any, x: Array, real: Array | None) -> tuple[Arr
         first = lax.axis_index(split.hidden) == 0  # each bias is added once
         bias = jnp.where(first, experts.down_proj_bias, jnp.zeros_like(experts.down_proj_bias))
         experts = eqx.tree_at(lambda e: e.down_proj_bias, experts, bias)
-    inputs, weights = x, routing.weights
+    inputs, weights = experts.entering(x), routing.weights
     if router.choice.scale_inputs:
-        inputs, weights = (x * weights).astype(x.dtype), jnp.ones_like(weights)
-    inputs, weights = inputs.reshape(-1, x.shape[-1]), weights.reshape(-1, top_k)
-    mine, devices = experts.gate_proj.shape[0], split.size(split.exchanged)
+        inputs, weights = (inputs * weights).astype(x.dtype), jnp.ones_like(weights)
+    inputs, weights = inputs.reshape(-1, inputs.shape[-1]), weights.reshape(-1, top_k)
+    mine, devices = experts.up_proj.shape[0], split.size(split.exchanged)
     if devices > 1 and not _moves_ragged(split):
         y = _by_token(split, experts, inputs, numbers.reshape(-1, top_k), weights)
     else:
@@ -259,7 +262,7 @@ def _local(split: _Split, layer: Any, x: Array, real: Array | None) -> tuple[Arr
             rows = _by_row(split, experts, rows, numbers[order.order], order.sizes.reshape(devices, mine))
         y = combined(rows, weights, order)
     y = lax.psum(y, split.added) if split.added else y
-    return y.reshape(x.shape), statistics
+    return experts.leaving(y.reshape(*x.shape[:-1], y.shape[-1]), x), statistics
 
 
 def _numbers(split: _Split, experts: Array, count: int) -> Array:
@@ -283,7 +286,7 @@ def _numbers(split: _Split, experts: Array, count: int) -> Array:
 def _by_token(split: _Split, experts: Any, x: Array, numbers: Array, weights: Array) -> Array:
     """The weighted sums `[T, E]` of what the experts of all devices make of this device's tokens `x [T, E]`, whose experts have these
     `numbers [T, top_k]`."""
-    axes, devices, mine = split.exchanged, split.size(split.exchanged), experts.gate_proj.shape[0]
+    axes, devices, mine = split.exchanged, split.size(split.exchanged), experts.up_proj.shape[0]
     tokens, top_k = numbers.shape
     x, weights = match_varying((x, weights), numbers)
     room, rows = room_of(tokens, top_k, devices), most_rows(tokens, top_k)
