@@ -65,7 +65,7 @@ _THETA = _numbers(1.001, 1e30)  # YaRN divides by its logarithm
 
 _NAMES: tuple[tuple[_Kind, str], ...] = (
     (_LAYERS, "num_hidden_layers n_layer"),
-    (_integers(1, 2**24), "vocab_size"),
+    (_integers(1, 2**24), "vocab_size vocab_size_per_layer_input"),
     (
         _SIZE,
         "hidden_size n_embd intermediate_size num_attention_heads n_head num_key_value_heads "
@@ -73,7 +73,7 @@ _NAMES: tuple[tuple[_Kind, str], ...] = (
         "qk_nope_head_dim qk_rope_head_dim v_head_dim state_size conv_kernel conv_size n_groups "
         "short_conv_kernel_size linear_num_key_heads linear_num_value_heads linear_key_head_dim "
         "linear_value_head_dim linear_conv_kernel_dim linear_head_dim linear_num_heads "
-        "moe_intermediate_size shared_expert_intermediate_size num_experts_per_tok default_num_experts "
+        "moe_intermediate_size shared_expert_intermediate_size num_experts_per_tok top_k_experts default_num_experts "
         "attention_chunk_size floor_scale interleave_moe_layer_step intermediate_size_mlp "
         "mamba_n_heads mamba_n_groups mamba_d_state mamba_d_conv "
         "n_group topk_group full_attention_interval sliding_window_pattern no_rope_layer_interval",
@@ -98,7 +98,7 @@ _NAMES: tuple[tuple[_Kind, str], ...] = (
     ),
     (
         _FLAG,
-        "use_parallel_residual mamba_conv_bias mamba_proj_bias qk_layernorm attention_k_eq_v enable_moe_block mla_use_nope "
+        "use_parallel_residual use_double_wide_mlp mamba_conv_bias mamba_proj_bias qk_layernorm attention_k_eq_v enable_moe_block mla_use_nope "
         "attention_bias attention_out_bias mlp_bias qkv_bias use_bias use_qk_norm use_conv_bias tie_word_embeddings use_sliding_window "
         "attn_output_gate rope_interleave scale_attn_weights "
         "scale_attn_by_inverse_layer_idx norm_topk_prob truncate use_short_conv use_output_gate "

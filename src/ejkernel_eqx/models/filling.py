@@ -34,6 +34,14 @@ _NORM_NAMES = {
 }
 
 _UPS, _DOWNS = ("up_proj", "fc1", "c_fc", "dense_h_to_4h"), ("down_proj", "fc2", "c_proj", "dense_4h_to_h")
+_OWN_NAMES = (
+    "post_feedforward_layernorm_1",
+    "post_feedforward_layernorm_2",
+    "per_layer_input_gate",
+    "per_layer_projection",
+    "post_per_layer_input_norm",
+)
+"""Fields of a layer that are published by their names."""
 _GLM4_NORMS = (
     "input_layernorm",
     "post_self_attn_layernorm",
@@ -52,6 +60,8 @@ def filled_decoder(model: Any, weights: Any) -> Any:
     name = embedding_of(body) or _EMBEDDINGS[0]
     embedding = placed_as(body.take(name, table.shape, table.dtype), table)
     norm = fill(model.norm, body.at(_first(body, _FINAL_NORMS)))
+    of_layers = model.layer_embedding
+    of_layers = None if of_layers is None else fill(of_layers, body)
     head = model.head
     if head is not None:
         places = ((view, name) for view in views for name in _HEADS if view.has(f"{name}.weight"))
@@ -67,10 +77,9 @@ def filled_decoder(model: Any, weights: Any) -> Any:
             stack[place], [body.at(f"layers.{first + place + period * i}") for i in range(repeats)]
         )
         stacks.append(tuple(one(place) for place in range(period)))
-    where = lambda m: (m.embedding, m.norm, m.head, m.stacks)
-    return eqx.tree_at(
-        where, model, (embedding, norm, head, tuple(stacks)), is_leaf=lambda leaf: leaf is None
-    )
+    where = lambda m: (m.embedding, m.layer_embedding, m.norm, m.head, m.stacks)
+    new = (embedding, of_layers, norm, head, tuple(stacks))
+    return eqx.tree_at(where, model, new, is_leaf=lambda leaf: leaf is None)
 
 
 def _check_layers(body: Any, count: int) -> None:
@@ -137,8 +146,12 @@ def _filled_layer(layer: Any, view: Any) -> Any:
         names = _GLM4_NORMS
     mlp = _first(view, ("mlp", "block_sparse_moe", "shared_mlp", "feed_forward"))
     fields = dict(zip(_NORM_FIELDS, names)) | {"mixer": _first(view, _MIXERS), "mlp": mlp}
+    fields |= {name: name for name in _OWN_NAMES}
     there = [field for field, name in fields.items() if name and getattr(layer, field) is not None]
     new = [fill(getattr(layer, field), view.at(fields[field])) for field in there]
+    if layer.experts is not None:  # whose parts stand beside the others
+        there.append("experts")
+        new.append(fill(layer.experts, view))
     if (scalar := layer.layer_scalar) is not None:
         there.append("layer_scalar")
         new.append(view.take("layer_scalar", scalar.shape, scalar.dtype))

@@ -1,5 +1,6 @@
 """Published models as decoders: what their `config.json` means here."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -8,7 +9,7 @@ from .._entries import Entries, entries_of, shown
 from .._errors import CheckpointError
 from .._signatures import nearest
 from ..weights import recurrent_configs
-from ..weights.attention_configs import attention_options, default_type
+from ..weights.attention_configs import attention_options, cross_layer_options, default_type, source_of_keys
 from ..weights.configs import ACTIVATIONS, ALIASES, layer_type, text_entries, unit_offset_norms
 from ..weights.expert_configs import experts_of, mixture_of_experts_options
 from ..weights.latent_configs import latent_attention_options
@@ -39,6 +40,7 @@ _LAYER_EPS = {"layer_norm_eps": 1e-5, "norm_epsilon": 1e-5}
 _EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon")
 _TIED = {"tie_word_embeddings": True}
 _GEMMA3 = {"vocab_size": 262_208, "hidden_size": 2304, "num_hidden_layers": 26, "intermediate_size": 9216}
+_GEMMA4 = {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144}
 _MAMBA = {"vocab_size": 50_280, "hidden_size": 768, "num_hidden_layers": 32, "layer_norm_epsilon": 1e-5}
 _QWEN3_5_MOE = {"full_attention_interval": 4, "intermediate_size": 512}  # of no layer, as all have experts
 
@@ -52,7 +54,7 @@ FAMILIES: dict[str, _Family] = {
     "gemma": _Family(scaled_embedding=True, defaults=_TIED),
     "gemma2": _Family("around", scaled_embedding=True, defaults=_TIED | {"final_logit_softcapping": 30.0}),
     "gemma3_text": _Family("around", scaled_embedding=True, defaults=_TIED | _GEMMA3),
-    "gemma4_text": _Family("around", scaled_embedding=True, output_scale=True, defaults=_TIED),
+    "gemma4_text": _Family("around", scaled_embedding=True, output_scale=True, defaults=_TIED | _GEMMA4),
     "gpt_neox": _Family(
         "parallel_apart", has_gate=False, norm_type="layer", defaults=_LAYER_EPS | {"hidden_act": "gelu"}
     ),
@@ -126,12 +128,17 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     tied = whole.get("tie_word_embeddings")
     entries = (entries if tied is None else entries.changed(tie_word_embeddings=tied)).over(family.defaults)
     _check_needed(entries, family)
-    layers = tuple(_layer(entries, family, index) for index in range(entries["num_hidden_layers"]))
+    layers = [_layer(entries, family, index) for index in range(entries["num_hidden_layers"])]
+    for source in {layer.keys_of for layer in layers} - {None}:
+        layers[source] = dataclasses.replace(layers[source], gives_keys=True)
+    per_layer = entries.get("hidden_size_per_layer_input") or None
+    if per_layer and entries["vocab_size_per_layer_input"] != entries["vocab_size"]:
+        raise entries.wrong("vocab_size_per_layer_input", f"vocab_size={entries['vocab_size']}")
     width = entries["hidden_size"]
     return DecoderConfig(
         entries["vocab_size"],
         width,
-        layers,
+        tuple(layers),
         norm_eps=next((entries[name] for name in _EPSILONS if entries.get(name) is not None), 1e-6),
         embedding_scale=math.sqrt(width)
         if family.scaled_embedding
@@ -143,6 +150,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         logits_scale=entries.get("logit_scale", 1 / entries.get("logits_scaling", 1.0)),
         norm_type=family.norm_type,
         head_bias=kind == "phi",
+        layer_embedding=per_layer,
     )
 
 
@@ -171,6 +179,7 @@ _MLP_BIASES = ("arcee", "granite", "llama", "seed_oss", "smollm3")
 _NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers")
 _OPTIONS = {
     "attention": attention_options,
+    "cross_layer_attention": cross_layer_options,
     "latent_attention": latent_attention_options,
     "mamba1": recurrent_configs.mamba1_options,
     "mamba2": recurrent_configs.mamba2_options,
@@ -187,6 +196,8 @@ def _mixer(config: Entries, family: _Family, index: int) -> tuple[str, dict[str,
     # A model without attention lists no types.
     if family.recurrent is not None and (not family.has_mlp or _is_linear(config, index)):
         mixer = family.recurrent
+    if source_of_keys(config, index) is not None:
+        mixer = "cross_layer_attention"
     options = _OPTIONS[mixer](config, index)
     return mixer, {name: value for name, value in options.items() if name not in _PLACE}
 
@@ -207,16 +218,19 @@ def _layer(config: Entries, family: _Family, index: int) -> LayerConfig:
     norms = family.norms
     if norms == "parallel_apart" and not config.get("use_parallel_residual", True):
         norms = "pre"
-    given = (scales(branch), scales("mlp"), family.output_scale)
-    return LayerConfig(mixer, options, mlp, norms, *given)
+    experts = None
+    if config["model_type"] == "gemma4_text" and config.get("enable_moe_block", False):
+        experts = _experts(config, index)
+    given: Any = (scales(branch), scales("mlp"), family.output_scale, experts)
+    return LayerConfig(mixer, options, mlp, norms, *given, keys_of=source_of_keys(config, index))
 
 
 def _mlp(config: Entries, family: _Family, index: int) -> MLPConfig | MoEConfig:
     kind = config["model_type"]
     # A mixture of one expert is that expert, but for one beside it.
-    if experts_of(config, index) > (0 if kind in ("granitemoehybrid", "llama4_text") else 1):
-        options = mixture_of_experts_options(config, index)
-        return MoEConfig({name: value for name, value in options.items() if name != "embed_dim"})
+    least = 0 if kind in ("granitemoehybrid", "llama4_text") else 1
+    if kind != "gemma4_text" and experts_of(config, index) > least:
+        return _experts(config, index)
     if config["model_type"] == "gpt_oss":
         limit = config.get("swiglu_limit", 7.0), config.get("swiglu_alpha", 1.702)
         if limit != (7.0, 1.702):
@@ -233,7 +247,14 @@ def _mlp(config: Entries, family: _Family, index: int) -> MLPConfig | MoEConfig:
     has_bias |= kind in ("gpt_neox", "phi") or (kind == "starcoder2" and bool(config.get("use_bias", True)))
     activation: Any = ACTIVATIONS.get(name, name)
     size = config[_WIDTHS.get(kind, "intermediate_size")]
+    if config.get("use_double_wide_mlp", False) and source_of_keys(config, index) is not None:
+        size *= 2
     return MLPConfig(size, activation, has_bias, family.has_gate)
+
+
+def _experts(config: Entries, index: int) -> MoEConfig:
+    options = mixture_of_experts_options(config, index)
+    return MoEConfig({name: value for name, value in options.items() if name != "embed_dim"})
 
 
 def _activation(config: Entries) -> str:

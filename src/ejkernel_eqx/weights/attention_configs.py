@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from .._entries import Entries
+from .._entries import Entries, entries_of
 from ..rotary import RotaryEmbedding
 from .configs import check_type, Config, head_width, kimi_layer_type, layer_type, read_model, refuse, take
 
@@ -30,6 +30,11 @@ def attention_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
     """
     config = entries = read_model(config, _LAYER)
     kind = config["model_type"]
+    if (source := source_of_keys(config, layer_index)) is not None:
+        raise ValueError(
+            f"layer_index: expected a layer with keys of its own, received {layer_index}, which reads those of layer {source} "
+            "(num_kv_shared_layers); ejx.models builds such layers."
+        )
     found = layer_type(config, layer_index, lambda i: default_type(entries, i))
     if kind == "gemma4_text":
         config = _of_one_layer(config, layer_index, found)
@@ -54,6 +59,25 @@ def attention_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
             _rotation(config), layer_type=found, interleaved=interleaved
         )
     return options
+
+
+def cross_layer_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
+    """The arguments of `CrossLayerAttention` for a layer that reads the keys and values of another."""
+    config = entries_of(config)
+    options = attention_options(config.changed(num_kv_shared_layers=0), layer_index)
+    return {name: value for name, value in options.items() if name not in ("v_norm", "keys_as_values")}
+
+
+def source_of_keys(config: Entries, layer_index: int) -> int | None:
+    """The layer whose keys and values this one reads: the last one of its type that has its own; `None` for its own."""
+    count, shared = config.get("num_hidden_layers"), config.get("num_kv_shared_layers") or 0
+    if not shared or count is None or layer_index < count - shared:
+        return None
+    type_of = lambda index: layer_type(config, index, lambda i: default_type(config, i))
+    found = [index for index in range(count - shared) if type_of(index) == type_of(layer_index)]
+    if not found:
+        raise config.wrong("num_kv_shared_layers", f"a layer of the type of layer {layer_index} before those")
+    return found[-1]
 
 
 def _rotates(config: Entries, index: int, found: str) -> bool:
@@ -167,8 +191,7 @@ def _of_one_layer(config: Entries, index: int, found: str) -> Entries:
 
 
 def _gemma4(config: Entries, layer_index: int) -> dict[str, Any]:
-    refuse(config, use_bidirectional_attention="vision", num_kv_shared_layers=0, enable_moe_block=False)
-    refuse(config, hidden_size_per_layer_input=0)
+    refuse(config, use_bidirectional_attention="vision")
     take(config, "rope_parameters")
     options = _qk_norm(config, layer_index) | {"v_norm": True, "softmax_scale": 1.0}
     is_full = layer_type(config, layer_index, lambda i: default_type(config, i)) == _FULL

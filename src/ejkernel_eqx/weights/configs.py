@@ -59,6 +59,8 @@ def text_entries(config: Any) -> Entries:
         return entries.changed(**{name: value for name, value in renamed.items() if value is not None})
     if kind == "granitemoehybrid" and (types := entries.get("layer_types")):
         return entries.changed(layer_types=[_GRANITE_TYPES.get(name, name) for name in types])
+    if kind == "gemma4_text" and (types := entries.get("layer_types")):
+        return entries.changed(layer_types=[*types[:-1], "full_attention"])  # as transformers has it
     if kind not in ALIASES:
         return entries
     kind, defaults = ALIASES[kind]

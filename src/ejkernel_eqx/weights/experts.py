@@ -7,6 +7,7 @@
 | transformers, once loaded | `experts.gate_up_proj` `[N, 2 F, E]`, all gates and then all ups; `experts.down_proj` `[N, E, F]` |
 | Granite | `input_linear` and `output_linear` for both; those of the shared expert beside it, in `shared_mlp` |
 | Llama 4, in `feed_forward` | `experts.gate_up_proj` `[N, E, 2 F]`, all gates and then all ups; `experts.down_proj` `[N, F, E]` |
+| Gemma 4, beside an `mlp` | as transformers, once loaded; `router.proj`, `router.scale`, `router.per_expert_scale`, `pre_feedforward_layernorm_2` |
 | GPT-OSS | `experts.gate_up_proj` `[N, E, 2 F]`, gate and up in turn; `experts.down_proj` `[N, F, E]`; `*_bias` |
 
 The router is `gate` or `router`, the expert of all tokens `shared_expert` or `shared_experts`.
@@ -57,7 +58,11 @@ def _router(router: Any, weights: Weights, name: str) -> Any:
         # MiniMax-M2 keeps it beside the router.
         at = weights if weights.has(kept) else weights.at(name)
         new[kept] = at.take(kept, bias.shape, bias.dtype)
-    return fill_fields(replaced(router, new), weights.at(name), skip=tuple(new))
+    renamed = {}
+    if router.norm is not None:  # Gemma 4
+        new["norm"] = fill(router.norm, weights.at("pre_feedforward_layernorm_2"))
+        renamed = {"weight": "proj.weight", "expert_scale": "per_expert_scale"}
+    return fill_fields(replaced(router, new), weights.at(name), renamed, skip=tuple(new))
 
 
 def experts(module: Any, weights: Weights) -> Any:

@@ -243,9 +243,9 @@ def _local(split: _Split, layer: Any, x: Array, real: Array | None) -> tuple[Arr
         first = lax.axis_index(split.hidden) == 0  # each bias is added once
         bias = jnp.where(first, experts.down_proj_bias, jnp.zeros_like(experts.down_proj_bias))
         experts = eqx.tree_at(lambda e: e.down_proj_bias, experts, bias)
-    inputs, weights = x, routing.weights
+    inputs, weights = router.for_experts(x), routing.weights
     if router.choice.scale_inputs:
-        inputs, weights = (x * weights).astype(x.dtype), jnp.ones_like(weights)
+        inputs, weights = (inputs * weights).astype(x.dtype), jnp.ones_like(weights)
     inputs, weights = inputs.reshape(-1, x.shape[-1]), weights.reshape(-1, top_k)
     mine, devices = experts.gate_proj.shape[0], split.size(split.exchanged)
     if devices > 1 and not _moves_ragged(split):
