@@ -9,7 +9,7 @@ from ..nn.arguments import check_eps, check_flags, check_numbers, check_sizes
 
 Norms = Literal["pre", "post", "around", "residual", "parallel", "parallel_apart"]
 NormType = Literal["rms", "layer", "layer_without_bias"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu", "relu2"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu", "relu2", "xielu"]
 
 NORMS = ("pre", "post", "around", "residual", "parallel", "parallel_apart")
 _NORM_TYPES = ("rms", "layer", "layer_without_bias")
@@ -32,7 +32,8 @@ class MLPConfig:
     - `activation`: $f$: `"silu"` (SwiGLU), `"gelu"`, `"gelu_tanh"` (GeGLU, Gemma), `"relu"`; or `"clamped_swiglu"`, GPT-OSS's
         $(\mathrm{up} + 1) \odot \mathrm{gate} \odot \sigma(1.702\,\mathrm{gate})$, with both clamped at 7.
     - `use_bias`: whether the projections have biases.
-    - `gated`: whether there is a gate; without, $W_{down}\,f(W_{up} x)$, where $f$ may also be `"relu2"`, the square of `"relu"` (Arcee).
+    - `gated`: whether there is a gate; without, $W_{down}\,f(W_{up} x)$, where $f$ may also be `"relu2"`, the square of `"relu"` (Arcee), or
+        `"xielu"`, which has parameters (Apertus).
     """
 
     hidden_dim: int
@@ -43,7 +44,7 @@ class MLPConfig:
     def __post_init__(self):
         check_sizes(hidden_dim=self.hidden_dim)
         check_flags(use_bias=self.use_bias, gated=self.gated)
-        _check_one_of("activation", self.activation, ACTIVATIONS if self.gated else UNGATED)
+        _check_one_of("activation", self.activation, ACTIVATIONS if self.gated else (*UNGATED, "xielu"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +156,8 @@ class DecoderConfig:
     - `logits_scale`: what logits are multiplied by (Granite, Cohere).
     - `norm_type`: `"rms"`; `"layer"` for layer norms, which subtract the mean; `"layer_without_bias"` (Cohere).
     - `head_bias`: whether the head, where it is not the embedding, has a bias (Phi-2).
+    - `max_positions`: how many positions have an embedding, which is added to that of the token (GPT-2, OPT); default none. Tokens behind them
+        have NaN.
     - `layer_embedding`: features of an embedding of the tokens for each layer, which is added behind the MLP (Gemma 4); default none.
     """
 
@@ -171,6 +174,7 @@ class DecoderConfig:
     norm_type: NormType = "rms"
     head_bias: bool = False
     layer_embedding: int | None = None
+    max_positions: int | None = None
 
     def __post_init__(self):
         check_sizes(vocab_size=self.vocab_size, embed_dim=self.embed_dim)
@@ -180,6 +184,8 @@ class DecoderConfig:
                 f"layers: expected a LayerConfig for each layer, at least one, received {self.layers!r}."
             )
         self._check_keys()
+        if self.max_positions is not None:
+            check_sizes(max_positions=self.max_positions)
         if self.layer_embedding is not None:
             check_sizes(layer_embedding=self.layer_embedding)
             if not all(isinstance(layer.mlp, MLPConfig) for layer in self.layers):

@@ -29,6 +29,7 @@ from .filling import filled_decoder
 from .layer import DecoderLayer, Norm, norm_of, normed
 from .layer_embedding import LayerEmbedding
 from .layer_inputs import LayerInputs
+from .positions import embed_positions
 from .rows_as_pages import as_differentiated, have_pages, meshes_of, MOST_TOKENS, PagedRows
 from .split import split_options
 from .vocabulary import embed, in_vocabulary, logits_of
@@ -97,6 +98,7 @@ class Decoder(Module):
     """
 
     embedding: Array  # [vocabulary, E]
+    positions: Array | None  # [positions, E]
     layer_embedding: LayerEmbedding | None
     stacks: tuple[
         tuple[DecoderLayer, ...], ...
@@ -158,6 +160,13 @@ class Decoder(Module):
         keys, places = keys_of(parts.key(), count), np.arange(count, dtype=np.int32)
         options: dict[str, Any] = {"norm_type": config.norm_type, "norm_eps": config.norm_eps}
         options |= {"platform": platform, "compute_dtype": self.compute_dtype}
+        self.positions = None
+        if config.max_positions is not None:
+            if sequence_axis is not None:
+                raise ValueError(
+                    f"sequence_axis: expected None for a model with learned positions, received {sequence_axis!r}; it needs all tokens of a row."
+                )
+            self.positions = normal(jax.random.fold_in(key, 2), (config.max_positions, width), dtype)
         options |= {"layer_embedding": config.layer_embedding}
         self.layer_embedding = None
         if (features := config.layer_embedding) is not None:
@@ -297,6 +306,8 @@ class Decoder(Module):
         x = embed(self.embedding, tokens).astype(dtype)
         if self.config.embedding_scale != 1:
             x = x * jnp.asarray(self.config.embedding_scale, dtype)
+        if self.positions is not None:
+            x = x + embed_positions(self.positions, tokens, cache, rows).astype(dtype)
         of_layers = None if self.layer_embedding is None else self.layer_embedding(tokens, x)
         if cache is None:
             found, keys = [], {}

@@ -9,15 +9,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._errors import CheckpointError
 from ..quantised.dequantise import is_quantised
+from ..weights.attention import transposed
 from ..weights.experts import fused_mlp
 from ..weights.fill import fill, is_parameter, placed_as, sharding_of
 from ..weights.quantised.values import check_alike, empty_stack, rows_of
 
 _ROOTS = ("model", "backbone", "model.language_model", "language_model.model", "transformer", "gpt_neox")
+_ROOTS += ("model.decoder", "decoder")
 _EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight", "embedding.weight", "embed_in.weight")
-_FINAL_NORMS = ("norm", "norm_f", "final_layernorm", "final_layer_norm")
+_EMBEDDINGS += ("wte.weight", "word_embeddings.weight")
+_POSITIONS = ("wpe.weight", "embed_positions.weight")
+_FINAL_NORMS = ("norm", "norm_f", "final_layernorm", "final_layer_norm", "ln_f")
 _HEADS = ("lm_head", "embed_out")
-_MIXERS = ("self_attn", "linear_attn", "mixer", "attn", "mamba", "attention")
+_MIXERS = ("self_attn", "linear_attn", "mixer", "attn", "mamba", "attention", "self_attention")
 _NORM_FIELDS = ("mixer_norm", "mixer_out_norm", "mlp_norm", "mlp_out_norm")
 _NORM_NAMES = {
     "pre": ("input_layernorm", None, "post_attention_layernorm", None),
@@ -33,6 +37,11 @@ _NORM_NAMES = {
     ),
 }
 
+_OTHER_NORMS = {
+    "input_layernorm": ("ln_1", "self_attn_layer_norm", "ln_attn", "attention_layernorm"),
+    "post_attention_layernorm": ("ln_2", "final_layer_norm", "ln_mlp", "feedforward_layernorm"),
+}
+"""Names of the same norms in other families."""
 _UPS, _DOWNS = ("up_proj", "fc1", "c_fc", "dense_h_to_4h"), ("down_proj", "fc2", "c_proj", "dense_4h_to_h")
 _OWN_NAMES = (
     "post_feedforward_layernorm_1",
@@ -59,6 +68,7 @@ def filled_decoder(model: Any, weights: Any) -> Any:
     table = model.embedding
     name = embedding_of(body) or _EMBEDDINGS[0]
     embedding = placed_as(body.take(name, table.shape, table.dtype), table)
+    positions = _filled_positions(model.positions, body)
     norm = fill(model.norm, body.at(_first(body, _FINAL_NORMS)))
     of_layers = model.layer_embedding
     of_layers = None if of_layers is None else fill(of_layers, body)
@@ -70,25 +80,35 @@ def filled_decoder(model: Any, weights: Any) -> Any:
     else:
         for view in views:
             _check_tied(view, embedding)
-    _check_layers(body, len(model.config.layers))
+    layers = _first(body, ("layers", "h"))
+    _check_layers(body, layers, len(model.config.layers))
     stacks = []
     for (first, period, repeats), stack in zip(model.config.stacks(), model.stacks):
         one = lambda place, first=first, period=period, repeats=repeats, stack=stack: _stacked(
-            stack[place], [body.at(f"layers.{first + place + period * i}") for i in range(repeats)]
+            stack[place], [body.at(f"{layers}.{first + place + period * i}") for i in range(repeats)]
         )
         stacks.append(tuple(one(place) for place in range(period)))
-    where = lambda m: (m.embedding, m.layer_embedding, m.norm, m.head, m.stacks)
-    new = (embedding, of_layers, norm, head, tuple(stacks))
+    where = lambda m: (m.embedding, m.positions, m.layer_embedding, m.norm, m.head, m.stacks)
+    new = (embedding, positions, of_layers, norm, head, tuple(stacks))
     return eqx.tree_at(where, model, new, is_leaf=lambda leaf: leaf is None)
 
 
-def _check_layers(body: Any, count: int) -> None:
+def _filled_positions(table: Any, body: Any) -> Any:
+    if table is None:
+        return None
+    name = next((name for name in _POSITIONS if body.has(name)), _POSITIONS[0])
+    unused = 2 if name == "embed_positions.weight" else 0  # OPT's first rows, of padding
+    rows, width = table.shape
+    return placed_as(body.take(name, (rows + unused, width), table.dtype)[unused:], table)
+
+
+def _check_layers(body: Any, layers: str, count: int) -> None:
     """Before arrays for all layers are made."""
-    held = {name.split(".")[1] for name in body.names() if name.startswith("layers.")}
+    held = {name.split(".")[1] for name in body.names() if name.startswith(f"{layers}.")}
     absent = [index for index in range(count) if str(index) not in held]
     if held and absent:
         raise CheckpointError(
-            f"{body.prefix + 'layers'!r}: expected the weights of {count} layers (num_hidden_layers), received those of {len(held)}; layer "
+            f"{body.prefix + layers!r}: expected the weights of {count} layers (num_hidden_layers), received those of {len(held)}; layer "
             f"{absent[0]} has none. Download all files of the model, or correct its config.json."
         )
 
@@ -145,10 +165,15 @@ def _filled_layer(layer: Any, view: Any) -> Any:
     if view.has("post_self_attn_layernorm.weight"):
         names = _GLM4_NORMS
     mlp = _first(view, ("mlp", "block_sparse_moe", "shared_mlp", "feed_forward"))
+    mlp = "" if view.has("fc1.weight") else mlp  # OPT's projections stand in the layer
     fields = dict(zip(_NORM_FIELDS, names)) | {"mixer": _first(view, _MIXERS), "mlp": mlp}
     fields |= {name: name for name in _OWN_NAMES}
-    there = [field for field, name in fields.items() if name and getattr(layer, field) is not None]
-    new = [fill(getattr(layer, field), view.at(fields[field])) for field in there]
+    there = [
+        field for field, name in fields.items() if name is not None and getattr(layer, field) is not None
+    ]
+    place = lambda name: _first(view, (name, *_OTHER_NORMS.get(name, ())))
+    at = lambda name: view.at(place(name)) if name else view
+    new = [fill(getattr(layer, field), at(fields[field])) for field in there]
     if layer.experts is not None:  # whose parts stand beside the others
         there.append("experts")
         new.append(fill(layer.experts, view))
@@ -161,11 +186,15 @@ def _filled_layer(layer: Any, view: Any) -> Any:
 def filled_mlp(mlp: Any, weights: Any) -> Any:
     """Gate and up projection may be one array; a mixture of one expert is that expert."""
     if mlp.gate_proj is None:
-        new = [
-            fill(mlp.up_proj, weights.at(_first(weights, _UPS))),
-            fill(mlp.down_proj, weights.at(_first(weights, _DOWNS))),
-        ]
-        return eqx.tree_at(lambda m: [m.up_proj, m.down_proj], mlp, new)
+        is_turned = weights.beside("attn").has("c_attn.weight")  # GPT-2 keeps [in, out]
+        filled = lambda linear, name: (
+            transposed(linear, weights, name) if is_turned else fill(linear, weights.at(name))
+        )
+        new = [filled(mlp.up_proj, _first(weights, _UPS)), filled(mlp.down_proj, _first(weights, _DOWNS))]
+        if mlp.act_fn is not None:
+            new.append(fill(mlp.act_fn, weights.at("act_fn")))
+        where = lambda m: [m.up_proj, m.down_proj, m.act_fn][: len(new)]
+        return eqx.tree_at(where, mlp, new)
     if weights.has("input_linear.weight"):
         return fused_mlp(mlp, weights)
     experts = any(name.startswith("experts.") for name in weights.names())

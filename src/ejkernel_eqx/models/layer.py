@@ -26,6 +26,7 @@ from .cross_layer_attention import CrossLayerAttention
 from .filling import filled_mlp
 from .layer_inputs import LayerInputs
 from .mixers import MIXERS
+from .xielu import XIELU
 
 
 def norm_of(kind: NormType, features: int, eps: float, dtype: Any) -> Norm:
@@ -43,6 +44,7 @@ class MLP(Module):
     gate_proj: eqx.nn.Linear | None  # [F, E]
     up_proj: eqx.nn.Linear  # [F, E]
     down_proj: eqx.nn.Linear  # [E, F]
+    act_fn: XIELU | None
     gate_matmul: Matmul
     matmul: Matmul
     config: MLPConfig = eqx.field(static=True)
@@ -64,6 +66,7 @@ class MLP(Module):
             parts.left_out()
         self.up_proj = parts.linear(embed_dim, width, biased)
         self.down_proj = parts.linear(width, embed_dim, biased)
+        self.act_fn = XIELU(parts.dtype) if config.activation == "xielu" else None
         platform = None if platform == "cuda" else platform
         options = matmul_options(config.activation) if config.gated else {}
         self.gate_matmul = Matmul(**options, gated=config.gated, platform=platform)
@@ -92,7 +95,8 @@ class MLP(Module):
             check_block(block, x, x.shape[-1])
             return self._in_block(x, block)
         if self.gate_proj is None:
-            h = ungated(self.config.activation, project("up_proj", self.up_proj, x, self.config.hidden_dim))
+            h = project("up_proj", self.up_proj, x, self.config.hidden_dim)
+            h = ungated(self.config.activation, h) if self.act_fn is None else self.act_fn(h)
             return project("down_proj", self.down_proj, h, x.shape[-1])
         gate = project("gate_proj", self.gate_proj, x, self.config.hidden_dim)
         up = project("up_proj", self.up_proj, x if again is None else again, self.config.hidden_dim)

@@ -10,7 +10,7 @@ from .._errors import CheckpointError
 from .._signatures import nearest
 from ..weights import recurrent_configs
 from ..weights.attention_configs import attention_options, cross_layer_options, default_type, source_of_keys
-from ..weights.configs import ACTIVATIONS, ALIASES, layer_type, text_entries, unit_offset_norms
+from ..weights.configs import ACTIVATIONS, ALIASES, layer_type, refuse, text_entries, unit_offset_norms
 from ..weights.expert_configs import experts_of, mixture_of_experts_options
 from ..weights.latent_configs import latent_attention_options
 from .config import DecoderConfig, LayerConfig, MLPConfig, MoEConfig, Norms, NormType
@@ -29,6 +29,10 @@ class _Family(NamedTuple):
     has_gate: bool = True
     """Whether its MLPs do."""
     norm_type: NormType = "rms"
+    mlp_bias: bool | str = False
+    """Whether the projections of its MLPs have biases, or the entry that says so."""
+    has_positions: bool = False
+    """Whether it learns its positions."""
     output_scale: bool = False
     defaults: Mapping[str, Any] = {}
     """Of entries that published configurations leave out."""
@@ -40,6 +44,7 @@ _LAYER_EPS = {"layer_norm_eps": 1e-5, "norm_epsilon": 1e-5}
 _EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon")
 _TIED = {"tie_word_embeddings": True}
 _GEMMA3 = {"vocab_size": 262_208, "hidden_size": 2304, "num_hidden_layers": 26, "intermediate_size": 9216}
+_OPT, _FALCON = {"enable_bias": True}, {"attention_bias": False, "parallel_attn": True}
 _GEMMA4 = {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144}
 _MAMBA = {"vocab_size": 50_280, "hidden_size": 768, "num_hidden_layers": 32, "layer_norm_epsilon": 1e-5}
 _QWEN3_5_MOE = {"full_attention_interval": 4, "intermediate_size": 512}  # of no layer, as all have experts
@@ -56,8 +61,38 @@ FAMILIES: dict[str, _Family] = {
     "gemma3_text": _Family("around", scaled_embedding=True, defaults=_TIED | _GEMMA3),
     "gemma4_text": _Family("around", scaled_embedding=True, output_scale=True, defaults=_TIED | _GEMMA4),
     "gpt_neox": _Family(
-        "parallel_apart", has_gate=False, norm_type="layer", defaults=_LAYER_EPS | {"hidden_act": "gelu"}
+        "parallel_apart",
+        has_gate=False,
+        norm_type="layer",
+        mlp_bias=True,
+        defaults=_LAYER_EPS | {"hidden_act": "gelu"},
     ),
+    "gpt2": _Family(
+        has_gate=False,
+        norm_type="layer",
+        mlp_bias=True,
+        has_positions=True,
+        defaults=_TIED | _LAYER_EPS | {"hidden_act": "gelu_new", "max_position_embeddings": 1024},
+    ),
+    "opt": _Family(
+        has_gate=False,
+        norm_type="layer",
+        mlp_bias="enable_bias",
+        has_positions=True,
+        defaults=_TIED | _LAYER_EPS | {"hidden_act": "relu", "max_position_embeddings": 2048} | _OPT,
+    ),
+    "falcon": _Family(
+        "parallel_apart",
+        has_gate=False,
+        norm_type="layer",
+        mlp_bias="attention_bias",
+        defaults=_TIED | _LAYER_EPS | {"hidden_act": "gelu"} | _FALCON,
+    ),
+    "apertus": _Family(has_gate=False, defaults=_EPS | {"hidden_act": "xielu"}),
+    "dots1": _Family(),
+    "ernie4_5": _Family(mlp_bias="use_bias", defaults=_TIED | _EPS),
+    "helium": _Family(defaults={"rms_norm_eps": 1e-8}),
+    "stablelm": _Family(norm_type="layer", defaults=_LAYER_EPS),
     "gpt_oss": _Family(defaults=_EPS),
     "olmo2": _Family("post", defaults=_EPS),
     "deepseek_v2": _Family(attention="latent_attention"),
@@ -86,10 +121,17 @@ FAMILIES: dict[str, _Family] = {
     "cohere": _Family("parallel", norm_type="layer_without_bias", defaults=_TIED | _LAYER_EPS),
     "cohere2": _Family("parallel", norm_type="layer_without_bias", defaults=_TIED | _LAYER_EPS),
     "phi": _Family(
-        "parallel", has_gate=False, norm_type="layer", defaults=_LAYER_EPS | {"hidden_act": "gelu_new"}
+        "parallel",
+        has_gate=False,
+        norm_type="layer",
+        mlp_bias=True,
+        defaults=_LAYER_EPS | {"hidden_act": "gelu_new"},
     ),
     "starcoder2": _Family(
-        has_gate=False, norm_type="layer", defaults=_TIED | _LAYER_EPS | {"hidden_act": _TANH}
+        has_gate=False,
+        norm_type="layer",
+        mlp_bias="use_bias",
+        defaults=_TIED | _LAYER_EPS | {"hidden_act": _TANH, "use_bias": True},
     ),
     "granitemoe": _Family(),
     "granitemoehybrid": _Family(recurrent="mamba2", defaults={"shared_intermediate_size": 1024}),
@@ -151,6 +193,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         norm_type=family.norm_type,
         head_bias=kind == "phi",
         layer_embedding=per_layer,
+        max_positions=entries["max_position_embeddings"] if family.has_positions else None,
     )
 
 
@@ -218,11 +261,23 @@ def _layer(config: Entries, family: _Family, index: int) -> LayerConfig:
     norms = family.norms
     if norms == "parallel_apart" and not config.get("use_parallel_residual", True):
         norms = "pre"
+    if config["model_type"] == "falcon":
+        norms = _falcon_norms(config)
+    if config["model_type"] == "stablelm" and config.get("use_parallel_residual", False):
+        norms = "parallel"
     experts = None
     if config["model_type"] == "gemma4_text" and config.get("enable_moe_block", False):
         experts = _experts(config, index)
     given: Any = (scales(branch), scales("mlp"), family.output_scale, experts)
     return LayerConfig(mixer, options, mlp, norms, *given, keys_of=source_of_keys(config, index))
+
+
+def _falcon_norms(config: Entries) -> Norms:
+    """One norm for both branches, two, or one after the other."""
+    if not config.get("new_decoder_architecture"):
+        return "parallel" if config.get("parallel_attn") else "pre"
+    refuse(config, parallel_attn=True)
+    return "parallel" if config.get("num_ln_in_parallel_attn") == 1 else "parallel_apart"
 
 
 def _mlp(config: Entries, family: _Family, index: int) -> MLPConfig | MoEConfig:
@@ -239,12 +294,13 @@ def _mlp(config: Entries, family: _Family, index: int) -> MLPConfig | MoEConfig:
             )
         return MLPConfig(config["intermediate_size"], "clamped_swiglu", use_bias=True)
     name = _activation(config)
-    if name not in ACTIVATIONS and (family.has_gate or name != "relu2"):
+    if name not in ACTIVATIONS and (family.has_gate or name not in ("relu2", "xielu")):
         raise ValueError(
             f"hidden_act: expected one of {', '.join(ACTIVATIONS)}, received {name!r}; build a DecoderConfig by hand."
         )
     has_bias = kind in _MLP_BIASES and bool(config.get("mlp_bias", False))
-    has_bias |= kind in ("gpt_neox", "phi") or (kind == "starcoder2" and bool(config.get("use_bias", True)))
+    own = family.mlp_bias
+    has_bias |= bool(config.get(own, False)) if isinstance(own, str) else own
     activation: Any = ACTIVATIONS.get(name, name)
     size = config[_WIDTHS.get(kind, "intermediate_size")]
     if config.get("use_double_wide_mlp", False) and source_of_keys(config, index) is not None:

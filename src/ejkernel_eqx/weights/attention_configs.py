@@ -11,7 +11,7 @@ _FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_atte
 _ONE_WINDOW = ("mistral", "ministral3", "mixtral", "phi3", "minimax", "qwen3_moe", "starcoder2")
 """Models whose layers are all alike."""
 _ORIGINAL = "original_max_position_embeddings"
-_INTERLEAVED = ("cohere", "cohere2", "glm4", "llama4_text")
+_INTERLEAVED = ("cohere", "cohere2", "ernie4_5", "glm4", "helium", "llama4_text")
 _LAYER = "MultiHeadAttention"
 
 
@@ -92,7 +92,7 @@ def _rotates(config: Entries, index: int, found: str) -> bool:
         return found == _SLIDING and config.get("sliding_window") is not None
     if kind == "exaone4":
         return found == _SLIDING or config.get("sliding_window") is None
-    return kind != "gpt2"  # which learns its positions as embeddings
+    return kind not in ("gpt2", "opt")  # which learn their positions as embeddings
 
 
 def default_type(config: Entries, index: int) -> str:
@@ -112,6 +112,7 @@ def default_type(config: Entries, index: int) -> str:
         "qwen2": index >= config.get("max_window_layers", 0),
         "qwen2_moe": index % 2 == 0 and index < config.get("max_window_layers", 0),
         "qwen3": index >= config.get("max_window_layers", 0),
+        "dots1": has_window and index >= config.get("max_window_layers", 0),
     }
     linear = {
         "qwen3_next": by_interval,
@@ -145,12 +146,14 @@ def _biases(config: Config) -> tuple[bool, bool]:
     kind = config["model_type"]
     if kind in _BIASES:
         return _BIASES[kind]
-    if kind == "starcoder2":
-        return bool(config["use_bias"]), bool(config["use_bias"])
+    if kind in _BIAS_ENTRIES:
+        return bool(config[_BIAS_ENTRIES[kind]]), bool(config[_BIAS_ENTRIES[kind]])
+    if kind == "stablelm":
+        return bool(config["use_qkv_bias"]), False
     if kind == "qwen2_moe":
         return bool(config["qkv_bias"]), False
     has_all = bool(config.get("attention_bias", False))
-    if kind in ("glm4", "glm4_moe"):
+    if kind in ("glm4", "glm4_moe", "helium"):
         return has_all, False
     return has_all, bool(config["attention_out_bias"]) if kind == "seed_oss" else has_all
 
@@ -202,7 +205,19 @@ def _gpt_oss(config: Config, layer_index: int) -> dict[str, Any]:
     return {"sinks": True}
 
 
+def _opt(config: Config, layer_index: int) -> dict[str, Any]:
+    refuse(config, do_layer_norm_before=True, _remove_final_layer_norm=False)
+    refuse(config, layer_norm_elementwise_affine=True, word_embed_proj_dim=config["hidden_size"])
+    return {}
+
+
+def _falcon(config: Config, layer_index: int) -> dict[str, Any]:
+    refuse(config, alibi=False)
+    return {}
+
+
 def _gpt2(config: Config, layer_index: int) -> dict[str, Any]:
+    refuse(config, add_cross_attention=False)
     scale = head_width(config) ** -0.5
     if not config.get("scale_attn_weights", True):
         scale = 1.0
@@ -271,13 +286,18 @@ def _qwen3_next(config: Config, layer_index: int) -> dict[str, Any]:
     return _qk_norm(config, layer_index) | {"output_gate": True}
 
 
+_BIAS_ENTRIES = {"ernie4_5": "use_bias", "opt": "enable_bias", "starcoder2": "use_bias"}
+"""The entry that says it of all four projections."""
 _BIASES = {"gpt2": (True, True), "phi": (True, True), "qwen2": (True, False)}
 _NO_BIAS = ("exaone4", "minimax", "minimax_m2", "ministral3", "mistral", "mixtral", "phi3")
 _BIASES |= dict.fromkeys(_NO_BIAS, (False, False))
 """The biases of models whose configuration does not say it."""
 _OTHERS: dict[str, Callable[[Entries, int], dict[str, Any]]] = {
+    "apertus": _qk_norm,
     "cohere": _cohere,
+    "dots1": _qk_norm,
     "exaone4": _qk_norm,
+    "falcon": _falcon,
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
@@ -292,11 +312,13 @@ _OTHERS: dict[str, Callable[[Entries, int], dict[str, Any]]] = {
     "olmo2": _olmo2,
     "olmo3": _olmo2,
     "olmoe": _olmoe,
+    "opt": _opt,
     "phi": _phi,
     "qwen3": _qk_norm,
     "qwen3_moe": _qk_norm,
     "qwen3_next": _qwen3_next,
     "qwen3_5_text": _qwen3_next,
     "qwen3_5_moe_text": _qwen3_next,
+    "stablelm": _phi,
 }
 """The other options of models by their type."""

@@ -131,6 +131,10 @@ def _deepseek_v2(config: Entries) -> dict[str, Any]:
 
 def _deepseek_v3(config: Entries) -> dict[str, Any]:
     refuse(config, topk_method="noaux_tc", scoring_func="sigmoid")
+    return _dots1(config)
+
+
+def _dots1(config: Entries) -> dict[str, Any]:
     return _shared(config) | {"scoring": "sigmoid", "use_correction_bias": True} | _groups(config)
 
 
@@ -166,6 +170,7 @@ def _groups(config: Entries) -> dict[str, Any]:
 _OTHERS: dict[str, Callable[[Entries], dict[str, Any]]] = {
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
+    "dots1": _dots1,
     "gemma4_text": _gemma4,
     "glm4_moe": _deepseek_v3,
     "kimi_linear": _deepseek_v3,
