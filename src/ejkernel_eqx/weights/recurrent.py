@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from .fill import fill, fill_fields, replaced
+from .quantised.values import rows_of, rows_together
 from .view import Weights
 
 
@@ -76,18 +77,14 @@ def gated_delta_net(layer: Any, weights: Weights) -> Any:
     heads, features = layer.num_k_heads, layer.embed_dim
     key_dim, value_dim = heads * layer.head_dim, layer.num_v_heads * layer.v_head_dim
 
-    def take(name: str, rows: int, like: Any) -> Array:
-        return weights.take(f"{name}.weight", (rows, features), like.weight.dtype)
-
-    def grouped(*parts: Array) -> Array:
-        """Each key head's rows of all parts, one part after the other."""
-        rows = jnp.concatenate([part.reshape(heads, -1, features) for part in parts], axis=1)
-        return rows.reshape(-1, features)
-
-    qkv = take("in_proj_qkv", 2 * key_dim + value_dim, layer.in_proj_qkvz)
-    z = take("in_proj_z", value_dim, layer.in_proj_qkvz)
-    b, a = (take(name, layer.num_v_heads, layer.in_proj_ba) for name in ("in_proj_b", "in_proj_a"))
-    qkvz, ba = grouped(*jnp.split(qkv, [key_dim, 2 * key_dim]), z), grouped(b, a)
+    dtype, wide, rows = layer.in_proj_qkvz.weight.dtype, 2 * key_dim, layer.num_v_heads
+    qkv = weights.take_matrix("in_proj_qkv.weight", (wide + value_dim, features), dtype)
+    z = weights.take_matrix("in_proj_z.weight", (value_dim, features), dtype)
+    # So few rows that they are floats, also of a quantised checkpoint.
+    b, a = (weights.take(f"in_proj_{name}.weight", (rows, features), dtype) for name in "ba")
+    parts = [rows_of(qkv, part) for part in (slice(key_dim), slice(key_dim, wide), slice(wide, None))]
+    name = f"{weights.prefix}in_proj_qkv.weight"
+    qkvz, ba = rows_together([*parts, z], heads, name), rows_together([b, a], heads, name)
     new = {
         "in_proj_qkvz": replaced(layer.in_proj_qkvz, {"weight": qkvz}),
         "in_proj_ba": replaced(layer.in_proj_ba, {"weight": ba}),
