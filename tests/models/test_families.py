@@ -4,6 +4,7 @@ import functools
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -118,7 +119,7 @@ def test_an_unknown_name_is_told_the_nearest_one():
         ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
         ("gemma4_text", {"num_kv_shared_layers": 2}, "num_kv_shared_layers"),
         ("gemma4_text", {"hidden_size_per_layer_input": 8}, "vocab_size_per_layer_input"),
-        ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block"),
+        ("gemma4_text", {"enable_moe_block": True}, "it has no experts"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before"),
         ("opt", {"word_embed_proj_dim": 16}, "word_embed_proj_dim"),
@@ -265,7 +266,8 @@ def test_prompts_in_chunks_over_rolling_windows(kind):
     whole = call(rows, padding_mask=jnp.pad(padding, ((0, 0), (0, 8)), constant_values=True))
     real = np.ones((2, 13), bool)
     real[1, :2] = False
-    limit = 1e-5 * float(jnp.max(jnp.abs(whole[real])))
+    # Gemma 4 does not scale its scores, so that float32 moves them more; in float64 there is no difference.
+    limit = (5e-5 if kind.startswith("gemma4") else 1e-5) * float(jnp.max(jnp.abs(whole[real])))
     np.testing.assert_allclose(jnp.concatenate(parts, 1)[real], whole[real], atol=limit)
 
 
@@ -323,7 +325,8 @@ def test_gpt2_as_it_is_published(tmp_path):
         model(jnp.zeros((1, 25), jnp.int32))
     with pytest.raises(ValueError, match="sequence_axis: expected None for a model with learned positions"):
         ejx.models.from_config(GOLDEN["gpt2"]["config"], sequence_axis="s", key=jax.random.key(0))
-    texts = ejx.models.generate(model, jnp.asarray(tokens()), max_new_tokens=20, stop_tokens=())
+    with pytest.warns(RuntimeWarning, match="the logits of rows .* are not finite"):
+        texts = ejx.models.generate(model, jnp.asarray(tokens()), max_new_tokens=20, stop_tokens=())
     assert [len(text) for text in texts.texts()] == [12, 12]  # 24 positions, and the token after them
 
 
@@ -334,7 +337,8 @@ def test_shared_keys_of_gemma_4(tmp_path):
     model = ejx.models.from_pretrained(folder_of(kind, tmp_path, change=unread), dtype="float32")
     layers = model.config.layers
     assert [layer.keys_of for layer in layers] == [None, None, None, 1, 2, 1]
-    assert [layer.mlp.hidden_dim for layer in layers] == [48, 48, 48, 96, 96, 96]
+    widths: Any = [layer.mlp for layer in layers]
+    assert [mlp.hidden_dim for mlp in widths] == [48, 48, 48, 96, 96, 96]
     # Rows of 10 tokens: two key heads of 8 features in layers with a window, one of 16 in the others.
     assert sum(x.size for x in jax.tree.leaves(model.init_cache(1, 10)) if x.ndim > 2) == 3 * 10 * 2 * 16
     with pytest.raises(

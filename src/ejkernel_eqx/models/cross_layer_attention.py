@@ -11,15 +11,15 @@ from .._jitted import compiled_call
 from .._signatures import Module
 from ..attention import FlashAttention
 from ..dispatch import PlatformLike
+from ..nn import KVCache, RotaryEmbedding
 from ..nn.attention_inputs import CallInputs, check_heads
 from ..nn.attention_places import locate, Places, places_of, places_over_pages
-from ..nn.kv_cache import KVCache, marked
+from ..nn.kv_cache import marked
 from ..nn.paged_layer import over_pages
 from ..nn.parts import Parts
 from ..nn.projection import compute_dtype_of, project
 from ..nn.tokens import clear, merge_heads, normed, split_heads
 from ..paged import RaggedBatch, RaggedPagedAttention
-from ..rotary import RotaryEmbedding
 from ..weights.fill import fill_fields
 
 
@@ -97,33 +97,27 @@ class CrossLayerAttention(Module):
         **Returns:** an array of the shape of `x`.
         """
         if batch is not None:
-            pages, batch = keys
-
-            def call(x: Array, bound: Any) -> tuple[Array, Any]:
-                q = self._queries(x, places_over_pages(self.rope, batch, None))
-                at: Any = {"query_start_loc": batch.query_start_loc, "max_query_len": batch.max_query_len}
-                return self._finish(self.paged_attention(q, bound, **at)), bound
-
-            return over_pages(self, x, pages, batch, call)[0]
-        cache = keys if isinstance(keys, KVCache) else None
-        if cache is not None:
+            return self._over_pages(x, *keys)
+        given = CallInputs(padding_mask=padding_mask, segment_ids=segment_ids)
+        if isinstance(keys, KVCache):
             new = x.shape[-2] if padding_mask is None else jnp.sum(padding_mask, axis=-1, dtype=jnp.int32)
-            before = dataclasses.replace(cache, lengths=cache.lengths - new)
-        rows = locate(
-            x,
-            None if cache is None else before,
-            CallInputs(padding_mask=padding_mask, segment_ids=segment_ids),
-        )
+            rows = locate(x, dataclasses.replace(keys, lengths=keys.lengths - new), given)
+            k, v, seen = keys.k, keys.v, {"kv_lengths": keys.lengths, "q_offset": rows.offset}
+        else:
+            rows, (k, v) = locate(x, None, given), keys
+            seen: Any = {"segment_ids": rows.segment_ids, "kv_segment_ids": rows.kv_segment_ids}
         x = clear(x, rows.real).astype(compute_dtype_of(self.compute_dtype, self, x))
         q = self._queries(x, places_of(self.rope, None, rows))
-        if cache is None:
-            k, v = keys
-            seen: Any = {"segment_ids": rows.segment_ids, "kv_segment_ids": rows.kv_segment_ids}
-        else:
-            k, v = cache.k, cache.v
-            seen = {"kv_lengths": cache.lengths, "q_offset": rows.offset}
         out = self._finish(self.attention(q, k.astype(q.dtype), v.astype(q.dtype), **seen))
-        return marked(out, cache)
+        return marked(out, keys)
+
+    def _over_pages(self, x: Array, pages: Any, batch: RaggedBatch) -> Array:
+        def call(x: Array, bound: Any) -> tuple[Array, Any]:
+            q = self._queries(x, places_over_pages(self.rope, batch, None))
+            at: Any = {"query_start_loc": batch.query_start_loc, "max_query_len": batch.max_query_len}
+            return self._finish(self.paged_attention(q, bound, **at)), bound
+
+        return over_pages(self, x, pages, batch, call)[0]
 
     def _queries(self, x: Array, places: Places) -> Array:
         q = split_heads(project("q_proj", self.q_proj, x, self.num_heads * self.head_dim), self.num_heads)

@@ -171,7 +171,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     entries = (entries if tied is None else entries.changed(tie_word_embeddings=tied)).over(family.defaults)
     _check_needed(entries, family)
     layers = [_layer(entries, family, index) for index in range(entries["num_hidden_layers"])]
-    for source in {layer.keys_of for layer in layers} - {None}:
+    for source in {layer.keys_of for layer in layers if layer.keys_of is not None}:
         layers[source] = dataclasses.replace(layers[source], gives_keys=True)
     per_layer = entries.get("hidden_size_per_layer_input") or None
     if per_layer and entries["vocab_size_per_layer_input"] != entries["vocab_size"]:

@@ -48,6 +48,7 @@ class MixtureOfExperts(Published):
     | Qwen3-Next | `"softmax"` | yes | `shared_dim`, `shared_gate=True` |
     | GPT-OSS | `"top_k_softmax"` | | `activation="clamped_swiglu"`, `use_bias=True`, `use_router_bias=True` |
     | DeepSeek-V2 | `"softmax"` | no | `num_groups`, `top_k_groups`, `group_score="max"`, `scaling_factor`, `shared_dim` |
+    | Gemma 4 | `"softmax"` | yes | `activation="gelu_tanh"`, `norm_eps` |
     | Llama 4 | `"sigmoid"` | no | `top_k=1`, `scale_inputs=True`, `shared_dim` |
     | DeepSeek-V3 | `"sigmoid"` | yes | `num_groups`, `top_k_groups`, `use_correction_bias=True`, `scaling_factor`, `shared_dim` |
 

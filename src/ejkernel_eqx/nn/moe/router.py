@@ -47,10 +47,10 @@ class Router(Module):
         self.bias = jnp.zeros(choice.num_experts, dtype) if use_bias else None
         wide = accumulator(jnp.dtype(dtype))
         self.e_score_correction_bias = jnp.zeros(choice.num_experts, wide) if use_correction_bias else None
-        has_norm, ones = norm_eps is not None, lambda size: jnp.ones(size, wide)
-        self.norm = eqx.nn.RMSNorm(embed_dim, norm_eps, use_bias=False, dtype=wide) if has_norm else None
-        self.scale = ones(embed_dim) if has_norm else None
-        self.expert_scale = ones(choice.num_experts) if has_norm else None
+        self.norm = self.scale = self.expert_scale = None
+        if norm_eps is not None:
+            self.norm = eqx.nn.RMSNorm(embed_dim, norm_eps, use_bias=False, dtype=wide)
+            self.scale, self.expert_scale = jnp.ones(embed_dim, wide), jnp.ones(choice.num_experts, wide)
         self.choice = choice
 
     def for_experts(self, x: Array) -> Array:
