@@ -65,15 +65,15 @@ _THETA = _numbers(1.001, 1e30)  # YaRN divides by its logarithm
 
 _NAMES: tuple[tuple[_Kind, str], ...] = (
     (_LAYERS, "num_hidden_layers n_layer"),
-    (_integers(1, 2**24), "vocab_size"),
+    (_integers(1, 2**24), "vocab_size vocab_size_per_layer_input"),
     (
         _SIZE,
-        "hidden_size n_embd intermediate_size num_attention_heads n_head num_key_value_heads "
+        "hidden_size n_embd intermediate_size n_inner ffn_dim ffn_hidden_size word_embed_proj_dim num_attention_heads n_head num_key_value_heads "
         "num_global_key_value_heads num_kv_heads num_heads head_dim global_head_dim rotary_dim kv_lora_rank q_lora_rank "
         "qk_nope_head_dim qk_rope_head_dim v_head_dim state_size conv_kernel conv_size n_groups "
         "short_conv_kernel_size linear_num_key_heads linear_num_value_heads linear_key_head_dim "
         "linear_value_head_dim linear_conv_kernel_dim linear_head_dim linear_num_heads "
-        "moe_intermediate_size shared_expert_intermediate_size num_experts_per_tok default_num_experts "
+        "moe_intermediate_size shared_expert_intermediate_size num_experts_per_tok top_k_experts default_num_experts "
         "attention_chunk_size floor_scale interleave_moe_layer_step intermediate_size_mlp "
         "mamba_n_heads mamba_n_groups mamba_d_state mamba_d_conv mamba_d_ssm mamba_num_heads mamba_head_dim "
         "ssm_state_size moe_latent_size moe_shared_expert_intermediate_size conv_L_cache block_multiple_of block_ff_dim "
@@ -83,13 +83,13 @@ _NAMES: tuple[tuple[_Kind, str], ...] = (
     (
         _COUNT,
         "num_experts num_local_experts n_routed_experts n_shared_experts decoder_sparse_step "
-        "first_k_dense_replace moe_layer_freq max_window_layers num_nextn_predict_layers "
+        "num_ln_in_parallel_attn first_k_dense_replace moe_layer_freq max_window_layers num_nextn_predict_layers "
         "attn_layer_offset expert_layer_offset num_dense_layers type_vocab_size "
         "num_kv_shared_layers hidden_size_per_layer_input shared_intermediate_size",
     ),
     (_integers(1, 2**40), "sliding_window"),
     (_either(_SIZE, _AUTO), "time_step_rank mamba_d_head mamba_dt_rank"),
-    (_LENGTH, "max_position_embeddings original_max_position_embeddings"),
+    (_LENGTH, "max_position_embeddings original_max_position_embeddings n_positions"),
     (_either(_TOKEN, _lists(_TOKEN)), "eos_token_id"),
     (_TOKEN, "pad_token_id"),
     (
@@ -102,10 +102,10 @@ _NAMES: tuple[tuple[_Kind, str], ...] = (
     ),
     (
         _TEXT,
-        "mlp_hidden_act mamba_hidden_act hybrid_override_pattern "
+        "mlp_hidden_act mamba_hidden_act hybrid_override_pattern activation activation_function "
         "model_type hidden_act hidden_activation dtype torch_dtype rope_type type topk_method "
         "scoring_func feature_map quant_method fmt version format checkpoint_format pack_dtype strategy "
-        "quantization_status position_embedding_type path pooling_mode activation_function",
+        "quantization_status position_embedding_type path pooling_mode",
     ),
     (
         _FLAG,
@@ -113,7 +113,9 @@ _NAMES: tuple[tuple[_Kind, str], ...] = (
         "pooling_mode_mean_sqrt_len_tokens pooling_mode_weightedmean_tokens "
         "mamba_rms_norm mamba_norm_before_gate projectors_bias conv_bias use_expert_bias tie_embedding "
         "block_auto_adjust_ff_dim linear_allow_neg_eigval "
-        "use_parallel_residual mamba_conv_bias mamba_proj_bias qk_layernorm attention_k_eq_v enable_moe_block mla_use_nope "
+        "use_parallel_residual use_double_wide_mlp new_decoder_architecture multi_query parallel_attn alibi bias use_qkv_bias "
+        "do_layer_norm_before _remove_final_layer_norm enable_bias layer_norm_elementwise_affine add_cross_attention "
+        "mamba_conv_bias mamba_proj_bias qk_layernorm attention_k_eq_v enable_moe_block mla_use_nope "
         "attention_bias attention_out_bias mlp_bias qkv_bias use_bias use_qk_norm use_conv_bias tie_word_embeddings use_sliding_window "
         "attn_output_gate rope_interleave scale_attn_weights "
         "scale_attn_by_inverse_layer_idx norm_topk_prob truncate use_short_conv use_output_gate "

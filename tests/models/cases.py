@@ -30,7 +30,7 @@ def drawn(shapes: Mapping[str, Any]) -> dict[str, np.ndarray]:
             return (0.2 * value + (0.0 if "bias" in name else 1.0)).astype(np.float32)
         if name.endswith("A_log"):
             return np.log(1 + np.abs(value)).astype(np.float32)
-        return (0.3 * value).astype(np.float32)
+        return np.asarray(0.3 * value, np.float32)  # also of a single number
 
     return {name: one(name, shape) for name, shape in shapes.items()}
 

@@ -24,11 +24,14 @@ DELTA = LayerConfig("gated_delta_net", {"num_k_heads": 1, "num_v_heads": 2, "hea
 EXPERTS = MoEConfig({"hidden_dim": 8, "num_experts": 4, "top_k": 2})
 LATENT_SIZES = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16}
 LATENT = LayerConfig("latent_attention", {"num_heads": 2, "v_head_dim": 16, **LATENT_SIZES}, EXPERTS)
+GIVING = dataclasses.replace(FULL, gives_keys=True)
+SHARED = LayerConfig("cross_layer_attention", HEADS | ROPE | {"qk_norm": True}, MLPConfig(24), keys_of=1)
 MAMBA = LayerConfig("mamba2", {"head_dim": 8, "state_size": 8})
 CONFIGS = {
     "attention": DecoderConfig(40, 32, (FULL,) * 2),
     "window": DecoderConfig(40, 32, (LOCAL, FULL)),
     "hybrid": DecoderConfig(40, 32, (FULL, DELTA, FULL, DELTA, FULL)),
+    "shared keys": DecoderConfig(40, 32, (FULL, GIVING, SHARED, SHARED)),
     "latent": DecoderConfig(40, 32, (LATENT,) * 2),
     "short": DecoderConfig(40, 32, (FULL, DELTA)),
     "states": DecoderConfig(40, 32, (MAMBA,) * 2),

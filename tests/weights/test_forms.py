@@ -137,14 +137,18 @@ def test_one_projection_of_another_layer():
     refused("'c_attn.weight'", "expected shape (8, 24), received (24, 8)", like=attention(), given=turned)
 
 
-def test_rows_of_falcon():
-    layer = attention(num_kv_heads=1)
-    refused(
-        "num_kv_heads=1",
-        "Falcon",
-        like=layer,
-        given={"query_key_value.weight": np.zeros((16, 8), np.float32)},
-    )
+@pytest.mark.parametrize("heads", [1, 2])
+def test_rows_of_falcon(heads):
+    """For each key head its queries, its key and its value."""
+    layer, width = ejx.nn.MultiHeadAttention(8, num_heads=4, num_kv_heads=heads, key=KEY), 2
+    parts = [getattr(layer, f"{name}_proj").weight.reshape(heads, -1, width, 8) for name in "qkv"]
+    given = {
+        "query_key_value.weight": jnp.concatenate(parts, 1).reshape(-1, 8),
+        "dense.weight": np.asarray(layer.o_proj.weight),
+    }
+    found = ejx.load_published(layer, given)
+    for name in "qkv":
+        np.testing.assert_array_equal(*(getattr(m, f"{name}_proj").weight for m in (found, layer)))
 
 
 def test_one_projection_into_another_module():

@@ -20,7 +20,7 @@ from ejkernel_eqx.quantised import dequantise, QuantizedWeight
 from tests.models.cases import drawn, GOLDEN, tokens
 from tests.weights import quantised as forms
 
-LINEAR = r".*(_proj|w1|w2|w3|kv_a_proj_with_mqa)\.weight"
+LINEAR = r".*(_proj|_proj_qkv|_proj_z|_proj_qkvz|w1|w2|w3|kv_a_proj_with_mqa)\.weight"
 EXPERTS = r".*experts\.(gate_up|down)_proj"
 
 
@@ -46,6 +46,7 @@ def compressed(form: str, ignore: tuple[str, ...] = ("lm_head",), **weights: Any
 
 PART = functools.partial
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+APART = {"modules_to_not_convert": ["in_proj_a", "in_proj_b", "in_proj_ba"]}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False, "sym": False}
 GPTQ |= {"checkpoint_format": "gptq", "lm_head": False, "true_sequential": True, "damp_percent": 0.1}
@@ -61,6 +62,13 @@ CASES = {
         "phi3",
         FP8 | {"weight_block_size": [16, 16]},
         PART(forms.fp8, block=(16, 16), scale_dtype=ml_dtypes.bfloat16),
+    ),
+    "fp8 Qwen3.5": Case(
+        "qwen3_5_text", FP8 | {"weight_block_size": [8, 16]} | APART, PART(forms.fp8, block=(8, 16))
+    ),
+    "awq Qwen3.5": Case("qwen3_5_text", AWQ | APART, forms.awq),
+    "fp8 Qwen3-Next": Case(
+        "qwen3_next", FP8 | {"weight_block_size": [16, 16]} | APART, PART(forms.fp8, block=(16, 16))
     ),
     "fp8 one scale": Case("llama", FP8, PART(forms.fp8, block=(0, 0), end=".weight_scale")),
     "fp8 rows": Case("llama", FP8, PART(forms.fp8, block=(1, 0), end=".weight_scale")),
@@ -170,7 +178,8 @@ QUICK = ("mxfp4", "awq experts", "nvfp4")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in QUICK else ()) for name in CASES]
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in QUICK or "Qwen" in name else ()) for name in CASES],
 )
 def test_floats_are_those_that_the_form_means(name, tmp_path):
     """Bit by bit, but for the factor of NVFP4, which is rounded once."""
@@ -180,6 +189,16 @@ def test_floats_are_those_that_the_form_means(name, tmp_path):
             np.testing.assert_allclose(found, expected, rtol=2e-7)
         elif eqx.is_array(found):
             np.testing.assert_array_equal(found, expected)
+
+
+def test_projections_that_are_published_apart_stay_quantised_in_one(tmp_path):
+    """Rows of a head without blocks of their own are refused."""
+    mixer = ejx.models.from_pretrained(folder_of("fp8 Qwen3.5", tmp_path), dtype="float32").layer(0).mixer
+    assert is_quantised(mixer.in_proj_qkvz.weight) and not is_quantised(mixer.in_proj_ba.weight)
+    case = dataclasses.replace(CASES["fp8 Qwen3.5"], form=PART(forms.fp8, block=(16, 16)))
+    folder = written(made(case), tmp_path, weight_block_size=[16, 16])
+    with pytest.raises(ejx.CheckpointError, match=r"in_proj_qkv.*scales of their own.*dequantise=True"):
+        ejx.models.from_pretrained(folder)
 
 
 KEPT = [name for name, case in CASES.items() if not case.only_floats]

@@ -65,8 +65,8 @@ def test_parameters_that_are_not_published():
 
 def test_similar_names():
     given = published(attention(qk_norm=True))
-    given["q_layernorm.weight"] = given.pop("q_norm.weight")
-    refused("'q_norm.weight' (similar: 'q_layernorm.weight')", like=attention(qk_norm=True), given=given)
+    given["q_lnorm.weight"] = given.pop("q_norm.weight")
+    refused("'q_norm.weight' (similar: 'q_lnorm.weight')", like=attention(qk_norm=True), given=given)
 
 
 def test_a_transposed_projection():

@@ -37,14 +37,19 @@ class DecoderCache(Module):
     ) -> "DecoderCache":
         rows = read_batch_shape(batch_shape)
 
-        def empty(mixer: Any, count: int) -> Any:
+        def empty(layer: Any, mixer: Any, count: int) -> Any:
             sizes = ((count, *rows), max_length, dtype)
             rolls = (
-                rolling and isinstance(mixer, MultiHeadAttention) and mixer.attention.window[0] is not None
+                rolling
+                and isinstance(mixer, MultiHeadAttention)
+                and mixer.attention.window[0] is not None
+                and not layer.config.gives_keys
             )
             return mixer.init_cache(*sizes, rolling=True) if rolls else mixer.init_cache(*sizes)
 
-        each = lambda stack, count: tuple(empty(mixer, count) for layer in stack for mixer in layer.mixers)
+        each = lambda stack, count: tuple(
+            empty(layer, mixer, count) for layer in stack for mixer in layer.mixers
+        )
         return cls(tuple(map(each, stacks, repeats)))
 
     @property

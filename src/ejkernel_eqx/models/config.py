@@ -10,7 +10,7 @@ from ..sequences.packing import read_count
 
 Norms = Literal["pre", "pre_mlp", "post", "around", "residual", "parallel", "parallel_apart"]
 NormType = Literal["rms", "layer", "layer_without_bias"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu", "relu2"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu", "relu2", "xielu"]
 
 NORMS = ("pre", "pre_mlp", "post", "around", "residual", "parallel", "parallel_apart")
 _NORM_TYPES = ("rms", "layer", "layer_without_bias")
@@ -34,7 +34,8 @@ class MLPConfig:
         $(\mathrm{up} + 1) \odot \mathrm{gate} \odot \sigma(1.702\,\mathrm{gate})$, with both clamped at 7.
     - `use_bias`: whether the projections have biases.
     - `gate_scale`: what the gate is multiplied by before $f$ (Falcon-H1).
-    - `gated`: whether there is a gate; without, $W_{down}\,f(W_{up} x)$, where $f$ may also be `"relu2"`, the square of `"relu"` (Arcee).
+    - `gated`: whether there is a gate; without, $W_{down}\,f(W_{up} x)$, where $f$ may also be `"relu2"`, the square of `"relu"` (Arcee), or
+        `"xielu"`, which has parameters (Apertus).
     """
 
     hidden_dim: int
@@ -47,7 +48,7 @@ class MLPConfig:
         check_sizes(hidden_dim=self.hidden_dim)
         check_numbers(gate_scale=self.gate_scale)
         check_flags(use_bias=self.use_bias, gated=self.gated)
-        _check_one_of("activation", self.activation, ACTIVATIONS if self.gated else UNGATED)
+        _check_one_of("activation", self.activation, ACTIVATIONS if self.gated else (*UNGATED, "xielu"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +120,7 @@ class LayerConfig:
 
     - `mixer`: what mixes the tokens: a key of `ejx.models.MIXERS`: `"attention"`, `"latent_attention"`, `"native_sparse_attention"`,
         `"mamba1"`, `"mamba2"`, `"gated_linear_attention"`, `"lightning_attention"`, `"kimi_delta_attention"`, `"gated_delta_net"`,
-        `"gated_short_convolution"`.
+        `"gated_short_convolution"`, `"cross_layer_attention"`.
     - `options`: what the layer in `ejx.nn` is built with, besides the width, dtypes, platform and key. A mapping; kept sorted, so
         that equal layers are equal.
     - `mlp`: an `MLPConfig`, or a `MoEConfig` for a mixture of experts; `None` for none, as in Mamba.
@@ -130,6 +131,9 @@ class LayerConfig:
     - `mixer_scales`, `mlp_scales`: what the residual and the branch are multiplied by (MiniMax's alpha and beta).
     - `output_scale`: whether the tokens are multiplied by a learned number behind the MLP (Gemma 4).
     - `beside`: a `BranchConfig`: a second mixer beside the first; default none.
+    - `experts`: a `MoEConfig`: experts beside the `MLPConfig`, with norms of their own (Gemma 4); default none.
+    - `gives_keys`: whether later layers read the keys and values of this one, an `"attention"`.
+    - `keys_of`: the number of the layer whose keys and values a `"cross_layer_attention"` reads.
     """
 
     mixer: str
@@ -140,6 +144,9 @@ class LayerConfig:
     mlp_scales: tuple[float, float] = (1.0, 1.0)
     output_scale: bool = False
     beside: BranchConfig | None = None
+    experts: MoEConfig | None = None
+    gives_keys: bool = False
+    keys_of: int | None = None
 
     def __post_init__(self):
         from .mixers import MIXERS
@@ -147,7 +154,14 @@ class LayerConfig:
         _check_one_of("mixer", self.mixer, MIXERS)
         _check_one_of("norms", self.norms, NORMS)
         object.__setattr__(self, "options", _sorted(self.options))
-        check_flags(output_scale=self.output_scale)
+        check_flags(output_scale=self.output_scale, gives_keys=self.gives_keys)
+        if self.experts is not None and not (
+            isinstance(self.experts, MoEConfig) and isinstance(self.mlp, MLPConfig)
+        ):
+            raise ValueError(
+                f"experts: expected a MoEConfig beside an MLPConfig, or None, received {type(self.experts).__name__}; in the place of the MLP, "
+                "experts are the mlp."
+            )
         if self.mlp is not None and not isinstance(self.mlp, MLPConfig | MoEConfig):
             raise ValueError(
                 f"mlp: expected an MLPConfig, a MoEConfig or None, received {type(self.mlp).__name__}; MLPConfig(hidden_dim) is one."
@@ -177,6 +191,9 @@ class DecoderConfig:
     - `logits_scale`: what logits are multiplied by (Granite, Cohere).
     - `norm_type`: `"rms"`; `"layer"` for layer norms, which subtract the mean; `"layer_without_bias"` (Cohere).
     - `head_bias`: whether the head, where it is not the embedding, has a bias (Phi-2).
+    - `max_positions`: how many positions have an embedding, which is added to that of the token (GPT-2, OPT); default none. Tokens behind them
+        have NaN.
+    - `layer_embedding`: features of an embedding of the tokens for each layer, which is added behind the MLP (Gemma 4); default none.
     """
 
     vocab_size: int
@@ -191,6 +208,8 @@ class DecoderConfig:
     logits_scale: float = 1.0
     norm_type: NormType = "rms"
     head_bias: bool = False
+    layer_embedding: int | None = None
+    max_positions: int | None = None
 
     def __post_init__(self):
         check_sizes(vocab_size=self.vocab_size, embed_dim=self.embed_dim)
@@ -199,6 +218,13 @@ class DecoderConfig:
             raise ValueError(
                 f"layers: expected a LayerConfig for each layer, at least one, received {self.layers!r}."
             )
+        self._check_keys()
+        if self.max_positions is not None:
+            check_sizes(max_positions=self.max_positions)
+        if self.layer_embedding is not None:
+            check_sizes(layer_embedding=self.layer_embedding)
+            if not all(isinstance(layer.mlp, MLPConfig) for layer in self.layers):
+                raise ValueError("layer_embedding: expected an MLPConfig in every layer, received others.")
         check_eps(norm_eps=self.norm_eps)
         check_numbers(embedding_scale=self.embedding_scale, logits_soft_cap=self.logits_soft_cap)
         check_numbers(logits_scale=self.logits_scale)
@@ -206,18 +232,43 @@ class DecoderConfig:
         check_flags(head_bias=self.head_bias)
         _check_one_of("norm_type", self.norm_type, _NORM_TYPES)
 
+    def _check_keys(self) -> None:
+        for index, layer in enumerate(self.layers):
+            if (layer.mixer == "cross_layer_attention") != (layer.keys_of is not None):
+                raise ValueError(
+                    f"layers[{index}].keys_of: expected a number for 'cross_layer_attention' and None for others, received {layer.keys_of!r}."
+                )
+            source = layer.keys_of
+            if source is not None and (not 0 <= source < index or not self.layers[source].gives_keys):
+                raise ValueError(
+                    f"layers[{index}].keys_of: expected the number of an earlier layer with gives_keys=True, received {source!r}; set it there."
+                )
+            if layer.gives_keys and layer.mixer != "attention":
+                raise ValueError(
+                    f"layers[{index}].gives_keys: expected False for {layer.mixer!r}, received True; only 'attention' has keys to give."
+                )
+
     def stacks(self) -> tuple[tuple[int, int, int], ...]:
         """The layers as stacks of a repeated pattern: `(first layer, layers of the pattern, how often it is repeated)` for each. One stack where
-        the pattern fits the number of layers; otherwise a second one holds what is left."""
-        count = len(self.layers)
+        the pattern fits the number of layers; otherwise a second one holds what is left. Layers that give their keys away are repeated once."""
         # As numbers, which are compared faster than layers.
-        kinds = [self.layers.index(layer) for layer in self.layers]
-        period = next(p for p in range(1, count + 1) if kinds[p:] == kinds[:-p])
-        whole = count // period
-        stacks = [(0, period, whole)]
-        if whole * period < count:
-            stacks.append((whole * period, count - whole * period, 1))
-        return tuple(stacks)
+        kinds, count = [self.layers.index(layer) for layer in self.layers], len(self.layers)
+        giving = [index for index, layer in enumerate(self.layers) if layer.gives_keys]
+        if not giving:
+            return _repeated(kinds, 0)
+        first, last = giving[0], giving[-1] + 1
+        middle = ((first, last - first, 1),)
+        return _repeated(kinds[:first], 0) + middle + _repeated(kinds[last:count], last)
+
+
+def _repeated(kinds: list[int], first: int) -> tuple[tuple[int, int, int], ...]:
+    """The stacks of consecutive layers of these kinds."""
+    if not (count := len(kinds)):
+        return ()
+    period = next(p for p in range(1, count + 1) if kinds[p:] == kinds[:-p])
+    whole = count // period
+    left = count - whole * period
+    return ((first, period, whole), *([(first + whole * period, left, 1)] if left else []))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,10 @@ from .caches import DecoderCache, ServingCache
 from .config import DecoderConfig, MoEConfig
 from .filling import filled_decoder
 from .layer import DecoderLayer, Norm, norm_of, normed
+from .layer_embedding import LayerEmbedding
+from .layer_inputs import LayerInputs
 from .pooler import Pooler
+from .positions import embed_positions
 from .rows_as_pages import as_differentiated, have_pages, meshes_of, MOST_TOKENS, PagedRows
 from .split import split_options
 from .vocabulary import check_rows, embed, in_vocabulary, logits_of
@@ -53,14 +56,35 @@ def _in_order(*places: Array) -> Array:
     return stacked.reshape(-1, *stacked.shape[2:])
 
 
-def _with_caches(layers: Any, x: Array, caches: Any, rows: dict[str, Any]) -> tuple[Array, tuple[Any, ...]]:
+def _with_caches(
+    layers: Any, x: Array, caches: Any, rows: dict[str, Any], inputs: LayerInputs
+) -> tuple[Array, tuple[Any, ...]]:
     """The tokens after some layers, and their new caches."""
     new, given = [], iter(caches)
-    for layer in layers:
+    for place, layer in enumerate(layers):
         own: list[Any] = [next(given) for _ in layer.mixers]
-        x, cache = layer(x, tuple(own) if len(own) > 1 else own[0], **rows)
+        x, cache = layer(
+            x, tuple(own) if len(own) > 1 else own[0], inputs.of(place, layer.config.keys_of), **rows
+        )
         new += cache if len(own) > 1 else (cache,)
     return x, tuple(new)
+
+
+def _of_stack(shape: tuple[int, int, int], of_layers: Array | None) -> Array | None:
+    """The part `[repetitions, layers of the pattern, ...]` of what all layers have, `[L, ...]`."""
+    if of_layers is None:
+        return None
+    first, period, repeats = shape
+    mine = of_layers[first : first + period * repeats]
+    return mine.reshape(repeats, period, *mine.shape[1:])
+
+
+def _keys_in(caches: Any, place: int, rows: dict[str, Any]) -> Any:
+    """What a layer in a stack of one repetition keeps, as `CrossLayerAttention` reads it."""
+    if not isinstance(caches, CacheState):
+        return jax.tree.map(lambda a: a[0], caches[place])
+    pools, batch = caches.of_layer(0, rows["batch"])
+    return pools[place], batch
 
 
 class Decoder(Module):
@@ -78,6 +102,8 @@ class Decoder(Module):
     """
 
     embedding: Array  # [vocabulary, E]
+    positions: Array | None  # [positions, E]
+    layer_embedding: LayerEmbedding | None
     stacks: tuple[
         tuple[DecoderLayer, ...], ...
     ]  # for each a pattern of layers, with a leading axis of repetitions
@@ -139,6 +165,20 @@ class Decoder(Module):
         keys, places = keys_of(parts.key(), count), np.arange(count, dtype=np.int32)
         options: dict[str, Any] = {"norm_type": config.norm_type, "norm_eps": config.norm_eps}
         options |= {"platform": platform, "compute_dtype": self.compute_dtype}
+        self.positions = None
+        if config.max_positions is not None:
+            if sequence_axis is not None:
+                raise ValueError(
+                    f"sequence_axis: expected None for a model with learned positions, received {sequence_axis!r}; it needs all tokens of a row."
+                )
+            self.positions = normal(jax.random.fold_in(key, 2), (config.max_positions, width), dtype)
+        options |= {"layer_embedding": config.layer_embedding}
+        self.layer_embedding = None
+        if (features := config.layer_embedding) is not None:
+            at_layers = Parts(jax.random.fold_in(key, 1), 2, dtype, compute_dtype)
+            table = normal(at_layers.key(), (config.vocab_size, count * features), dtype)
+            norm: Any = norm_of("rms", features, config.norm_eps, dtype)
+            self.layer_embedding = LayerEmbedding(config, table, norm, at_layers)
         options |= {"expert_parallel": expert_parallel}
         options |= {"split": split_options(config, sequence_axis, token_order)}
 
@@ -272,42 +312,56 @@ class Decoder(Module):
         x = embed(self.embedding, tokens).astype(dtype)
         if self.config.embedding_scale != 1:
             x = x * jnp.asarray(self.config.embedding_scale, dtype)
+        if self.positions is not None:
+            x = x + embed_positions(self.positions, tokens, cache, rows).astype(dtype)
+        of_layers = None if self.layer_embedding is None else self.layer_embedding(tokens, x)
         if cache is None:
-            x, found = self.through_layers(x, rows, return_statistics)
+            x, found = self.through_layers(x, rows, return_statistics, of_layers)
             return (
                 (x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)) if return_statistics else x
             )
         if "batch" in rows:
-            return self._through(self._serve, x, cache, rows)
+            return self._through(self._serve, x, cache, rows, of_layers)
         is_paged = have_pages(self.stacks, x, cache, rows)
         if is_paged or not stops_programs():
             cache.check_room(x.shape[-2], rows.get("padding_mask"))
         over_rows = lambda model, *given: model._through(model._decode, *given)
         call = as_differentiated(Decoder._over_pages, over_rows) if is_paged else over_rows
-        return call(self, x, cache, rows)
+        return call(self, x, cache, rows, of_layers)
 
     def through_layers(
-        self, x: Array, rows: dict[str, Any], return_statistics: bool = False
+        self, x: Array, rows: dict[str, Any], return_statistics: bool = False, of_layers: Array | None = None
     ) -> tuple[Array, list[RouterStatistics]]:
         """The input of the head, from embedded tokens `[..., T, E]`, and if requested what routers did, stack by stack. `rows` is checked."""
-        found = []
-        for stack, repeats in zip(self.stacks, self._repeats()):
-            x, statistics = self._train(stack, repeats, x, rows, return_statistics)
-            found += statistics
+        found, keys = [], {}
+        for shape, stack in zip(self.config.stacks(), self.stacks):
+            inputs = LayerInputs(_of_stack(shape, of_layers), keys)
+            x, statistics, new = self._train(stack, shape, x, rows, return_statistics, inputs)
+            found, keys = found + statistics, keys | new
         return normed(self.norm, x), found
 
-    def _over_pages(self, x: Array, cache: DecoderCache, rows: dict[str, Any]) -> tuple[Array, DecoderCache]:
+    def _over_pages(
+        self, x: Array, cache: DecoderCache, rows: dict[str, Any], of_layers: Array | None
+    ) -> tuple[Array, DecoderCache]:
         """A call with few tokens a row."""
         paged = PagedRows.of(x.shape, cache, rows)
-        batch = {"batch": paged.batch}
-        return paged.results(*self._through(self._serve, paged.tokens(x), paged.pages, batch))
+        batch, tokens = {"batch": paged.batch}, paged.tokens(x)
+        of_layers = None if of_layers is None else jax.vmap(paged.tokens)(of_layers)
+        return paged.results(*self._through(self._serve, tokens, paged.pages, batch, of_layers))
 
-    def _through(self, run: Any, x: Array, cache: Any, rows: dict[str, Any]) -> tuple[Array, Any]:
+    def _through(
+        self, run: Any, x: Array, cache: Any, rows: dict[str, Any], of_layers: Array | None
+    ) -> tuple[Array, Any]:
         """The input of the head and the new cache, by `_decode` or `_serve`."""
-        caches = []
-        for stack, repeats, own in zip(self.stacks, self._repeats(), cache.stacks):
-            x, own = run(stack, repeats, x, own, rows)
+        caches, keys = [], {}
+        for shape, stack, own in zip(self.config.stacks(), self.stacks, cache.stacks):
+            inputs = LayerInputs(_of_stack(shape, of_layers), keys)
+            x, own = run(stack, shape[2], x, own, rows, inputs)
             caches.append(own)
+            for place, layer in enumerate(stack):
+                if layer.config.gives_keys:  # whose stack is repeated once
+                    number = sum(len(before.mixers) for before in stack[:place])
+                    keys = keys | {shape[0] + place: _keys_in(own, number, rows)}
         return normed(self.norm, x), type(cache)(tuple(caches))
 
     @compiled_call()
@@ -354,7 +408,8 @@ class Decoder(Module):
             raise ValueError(
                 "return_statistics: expected False with a cache, received True; statistics are for training, which has none."
             )
-        counts = {layer.mlp.num_experts for layer in self.config.layers if isinstance(layer.mlp, MoEConfig)}
+        mixtures = [moe for layer in self.config.layers for moe in (layer.mlp, layer.experts)]
+        counts = {moe.num_experts for moe in mixtures if isinstance(moe, MoEConfig)}
         if len(counts) != 1:
             raise ValueError(
                 "return_statistics: expected layers with mixtures of equally many experts, received a model with "
@@ -385,20 +440,28 @@ class Decoder(Module):
         return rows
 
     def _train(
-        self, stack: Any, repeats: int, x: Array, rows: dict[str, Any], return_statistics: bool
-    ) -> tuple[Array, list[RouterStatistics]]:
-        """The tokens after the stack, and if requested the statistics of its layers with experts in one, if there are any."""
-        arrays, static = eqx.partition(stack, eqx.is_array)
+        self,
+        stack: Any,
+        shape: tuple[int, int, int],
+        x: Array,
+        rows: dict[str, Any],
+        return_statistics: bool,
+        inputs: LayerInputs,
+    ) -> tuple[Array, list[RouterStatistics], dict[int, Any]]:
+        """The tokens after the stack; if requested the statistics of its layers with experts in one, if there are any; and the keys and values that
+        its layers give away."""
+        layers, static = eqx.partition(stack, eqx.is_array)
+        (first, _, repeats), arrays = shape, (layers, inputs.embedding)
 
-        def period(x: Array, arrays: Any) -> tuple[Array, list[RouterStatistics]]:
-            found = []
-            for layer in eqx.combine(arrays, static):
-                if return_statistics:
-                    x, statistics = layer.with_statistics(x, **rows)
-                    found += [] if statistics is None else [statistics]
-                else:
-                    x, _ = layer(x, **rows)
-            return x, found
+        def period(x: Array, own: Any) -> tuple[Array, tuple[list[RouterStatistics], dict[int, Any]]]:
+            found, given = [], {}
+            arrays, embedding = own
+            for place, layer in enumerate(eqx.combine(arrays, static)):
+                mine = inputs._replace(embedding=embedding).of(place, layer.config.keys_of)
+                x, keys, statistics = layer.through(x, None, rows, mine, return_statistics)
+                found += [] if statistics is None else [statistics]
+                given |= {first + place: keys} if layer.config.gives_keys else {}
+            return x, (found, given)
 
         # A loop keeps what the gradient needs in stacks, which every layer copies into and out of; written out, each layer's stays
         # where it is. Written out, the compiler would merge what is computed again with what was, but for a barrier.
@@ -415,16 +478,20 @@ class Decoder(Module):
             found = jax.tree.map(lambda *parts: jnp.stack(parts), *each)
         else:
             x, found = jax.lax.scan(period, x, arrays, unroll=1 if self.scan_layers else repeats)
-        return x, [jax.tree.map(_in_order, *found)] if found else []
+        found, given = found
+        given = jax.tree.map(lambda a: a[0], given)
+        return x, [jax.tree.map(_in_order, *found)] if found else [], given
 
     def _decode(
-        self, stack: Any, repeats: int, x: Array, caches: Any, rows: dict[str, Any]
+        self, stack: Any, repeats: int, x: Array, caches: Any, rows: dict[str, Any], inputs: LayerInputs
     ) -> tuple[Array, Any]:
-        arrays, static = eqx.partition(stack, eqx.is_array)
+        layers, static = eqx.partition(stack, eqx.is_array)
+        arrays = layers, inputs.embedding
 
         def period(x: Array, own: Any) -> tuple[Array, Any]:
-            arrays, caches = own
-            return _with_caches(eqx.combine(arrays, static), x, caches, rows)
+            (arrays, embedding), caches = own
+            mine = inputs._replace(embedding=embedding)
+            return _with_caches(eqx.combine(arrays, static), x, caches, rows, mine)
 
         if meshes_of((x, arrays, caches)):
             # A call may lay out its cache in another way, which what a loop carries keeps.
@@ -440,21 +507,24 @@ class Decoder(Module):
         return jax.lax.scan(carried, (x, caches), (jnp.arange(repeats, dtype=jnp.int32), arrays))[0]
 
     def _serve(
-        self, stack: Any, repeats: int, x: Array, state: Any, rows: dict[str, Any]
+        self, stack: Any, repeats: int, x: Array, state: Any, rows: dict[str, Any], inputs: LayerInputs
     ) -> tuple[Array, Any]:
         """The caches are part of the carry and written in place; as part of what is scanned over they would be copied."""
         arrays, static = eqx.partition(stack, eqx.is_array)
         batch: RaggedBatch = rows["batch"]
 
         def period(carry: Any, own: Any) -> tuple[Any, None]:
-            (x, state), (index, numbers, arrays) = carry, own
-            rows = {"batch": dataclasses.replace(batch, **numbers)}
-            x, new = _with_caches(eqx.combine(arrays, static), x, state.pools(index), rows)
+            (x, state), (index, numbers, arrays, embedding) = carry, own
+            rows, mine = (
+                {"batch": dataclasses.replace(batch, **numbers)},
+                inputs._replace(embedding=embedding),
+            )
+            x, new = _with_caches(eqx.combine(arrays, static), x, state.pools(index), rows, mine)
             return (x, state.with_layers(new)), None
 
         # Made once, before the first layer. Behind the barrier a layer's part is a place in these arrays; without it, it would be a launch.
         numbers = jax.lax.optimization_barrier(state.numbers(batch))
-        each = jnp.arange(repeats, dtype=jnp.int32), numbers, arrays
+        each = jnp.arange(repeats, dtype=jnp.int32), numbers, arrays, inputs.embedding
         # A loop is launched turn by turn by the host. Written out, few tokens are one CUDA graph. A prompt has more operations, which would take
         # long to compile.
         is_step = are_few(x) and batch.max_query_len <= MOST_TOKENS

@@ -10,15 +10,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._errors import CheckpointError
 from ..quantised.dequantise import is_quantised
+from ..weights.attention import transposed
 from ..weights.experts import fused_mlp
 from ..weights.fill import fill, is_parameter, placed_as, sharding_of
 from ..weights.quantised.values import check_alike, empty_stack, rows_of
 
 _ROOTS = ("model", "backbone", "model.language_model", "language_model.model", "transformer", "gpt_neox")
+_ROOTS += ("model.decoder", "decoder")
 _EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight", "embedding.weight", "embed_in.weight")
-_FINAL_NORMS = ("norm", "norm_f", "final_layernorm", "final_layer_norm", "embedding_norm")
+_EMBEDDINGS += ("wte.weight", "word_embeddings.weight")
+_POSITIONS = ("wpe.weight", "embed_positions.weight")
+_FINAL_NORMS = ("norm", "norm_f", "final_layernorm", "final_layer_norm", "embedding_norm", "ln_f")
 _HEADS = ("lm_head", "embed_out")
-_MIXERS = ("self_attn", "linear_attn", "mixer", "attn", "mamba", "attention", "conv")
+_MIXERS = ("self_attn", "linear_attn", "mixer", "attn", "mamba", "attention", "conv", "self_attention")
 _NORM_FIELDS = ("mixer_norm", "mixer_out_norm", "mlp_norm", "mlp_out_norm")
 _NORM_NAMES = {
     "pre": ("input_layernorm", None, "post_attention_layernorm", None),
@@ -35,13 +39,25 @@ _NORM_NAMES = {
     ),
 }
 _OTHER_NORMS = {
-    "input_layernorm": ("operator_norm", "attention_layer_norm", "norm"),
-    "post_attention_layernorm": ("pre_ff_layernorm", "ffn_norm", "feedforward_layer_norm", "norm"),
+    "input_layernorm": (
+        "operator_norm attention_layer_norm ln_1 self_attn_layer_norm ln_attn attention_layernorm norm".split()
+    ),
+    "post_attention_layernorm": (
+        "pre_ff_layernorm ffn_norm feedforward_layer_norm ln_2 final_layer_norm ln_mlp feedforward_layernorm norm".split()
+    ),
 }
 """Names of the same norms in other families."""
 
 _UPS = ("up_proj", "fc1", "c_fc", "dense_h_to_4h", "intermediate.dense")
 _DOWNS = ("down_proj", "fc2", "c_proj", "dense_4h_to_h", "output.dense")
+_OWN_NAMES = (
+    "post_feedforward_layernorm_1",
+    "post_feedforward_layernorm_2",
+    "per_layer_input_gate",
+    "per_layer_projection",
+    "post_per_layer_input_norm",
+)
+"""Fields of a layer that are published by their names."""
 _GLM4_NORMS = (
     "input_layernorm",
     "post_self_attn_layernorm",
@@ -59,7 +75,10 @@ def filled_decoder(model: Any, weights: Any) -> Any:
     table = model.embedding
     name = embedding_of(body) or _EMBEDDINGS[0]
     embedding = placed_as(body.take(name, table.shape, table.dtype), table)
+    positions = _filled_positions(model.positions, body)
     norm = fill(model.norm, body.at(_first(body, _FINAL_NORMS)))
+    of_layers = model.layer_embedding
+    of_layers = None if of_layers is None else fill(of_layers, body)
     head = model.head
     if head is not None:
         places = ((view, name) for view in views for name in _HEADS if view.has(f"{name}.weight"))
@@ -68,12 +87,23 @@ def filled_decoder(model: Any, weights: Any) -> Any:
     else:
         for view in views:
             _check_tied(view, embedding)
+    name = _first(body, ("layers", "h"))
     blocks = _blocks(body, model.config.layers)
-    check_layers(body, max(max(both) for both in blocks) + 1)
-    views_of = lambda index: tuple(body.at(f"layers.{block}") for block in blocks[index])
+    check_layers(body, max(max(both) for both in blocks) + 1, name)
+    views_of = lambda index: tuple(body.at(f"{name}.{block}") for block in blocks[index])
     stacks = filled_stacks(model, views_of, filled_layer)
-    where = lambda m: (m.embedding, m.norm, m.head, m.stacks)
-    return eqx.tree_at(where, model, (embedding, norm, head, stacks), is_leaf=lambda leaf: leaf is None)
+    where = lambda m: (m.embedding, m.positions, m.layer_embedding, m.norm, m.head, m.stacks)
+    new = (embedding, positions, of_layers, norm, head, stacks)
+    return eqx.tree_at(where, model, new, is_leaf=lambda leaf: leaf is None)
+
+
+def _filled_positions(table: Any, body: Any) -> Any:
+    if table is None:
+        return None
+    name = next((name for name in _POSITIONS if body.has(name)), _POSITIONS[0])
+    unused = 2 if name == "embed_positions.weight" else 0  # OPT's first rows, of padding
+    rows, width = table.shape
+    return placed_as(body.take(name, (rows + unused, width), table.dtype)[unused:], table)
 
 
 def filled_stacks(model: Any, views_of: Callable[[int], tuple[Any, ...]], filled: Callable[..., Any]) -> Any:
@@ -162,13 +192,21 @@ def filled_layer(layer: Any, view: Any, of_mlp: Any) -> Any:
     if view.has("post_self_attn_layernorm.weight"):
         names = _GLM4_NORMS
     mlp = _first(of_mlp, ("mlp", "block_sparse_moe", "shared_mlp", "feed_forward", "mixer"))
+    mlp = "" if view.has("fc1.weight") else mlp  # OPT's projections stand in the layer
     mixers = [name for name in _MIXERS if any(n.startswith(f"{name}.") for n in view.names())]
     mixer, beside, *_ = (*mixers, _MIXERS[0], None) if len(mixers) < 2 else mixers
     fields = dict(zip(_NORM_FIELDS, names)) | {"mixer": mixer, "beside": beside, "mlp": mlp}
-    there = [field for field, name in fields.items() if name and getattr(layer, field) is not None]
+    fields |= {name: name for name in _OWN_NAMES}
+    there = [
+        field for field, name in fields.items() if name is not None and getattr(layer, field) is not None
+    ]
     views = {field: of_mlp if field.startswith("mlp") else view for field in there}
     place = lambda field: _first(views[field], (fields[field], *_OTHER_NORMS.get(fields[field], ())))
-    new = [fill(getattr(layer, field), views[field].at(place(field))) for field in there]
+    at = lambda field: views[field].at(place(field)) if fields[field] else views[field]
+    new = [fill(getattr(layer, field), at(field)) for field in there]
+    if layer.experts is not None:  # whose parts stand beside the others
+        there.append("experts")
+        new.append(fill(layer.experts, view))
     if (scalar := layer.layer_scalar) is not None:
         there.append("layer_scalar")
         new.append(view.take("layer_scalar", scalar.shape, scalar.dtype))
@@ -178,11 +216,15 @@ def filled_layer(layer: Any, view: Any, of_mlp: Any) -> Any:
 def filled_mlp(mlp: Any, weights: Any) -> Any:
     """Gate and up projection may be one array; a mixture of one expert is that expert."""
     if mlp.gate_proj is None:
-        new = [
-            fill(mlp.up_proj, weights.at(_first(weights, _UPS))),
-            fill(mlp.down_proj, weights.at(_first(weights, _DOWNS))),
-        ]
-        return eqx.tree_at(lambda m: [m.up_proj, m.down_proj], mlp, new)
+        is_turned = weights.beside("attn").has("c_attn.weight")  # GPT-2 keeps [in, out]
+        filled = lambda linear, name: (
+            transposed(linear, weights, name) if is_turned else fill(linear, weights.at(name))
+        )
+        new = [filled(mlp.up_proj, _first(weights, _UPS)), filled(mlp.down_proj, _first(weights, _DOWNS))]
+        if mlp.act_fn is not None:
+            new.append(fill(mlp.act_fn, weights.at("act_fn")))
+        where = lambda m: [m.up_proj, m.down_proj, m.act_fn][: len(new)]
+        return eqx.tree_at(where, mlp, new)
     if weights.has("input_linear.weight"):
         return fused_mlp(mlp, weights)
     experts = any(name.startswith("experts.") for name in weights.names())

@@ -22,8 +22,11 @@ from ..nn.parts import Parts
 from ..nn.projection import are_few, multiplied_by, project
 from ..normalization import ResidualRMSNorm
 from .config import BranchConfig, LayerConfig, MLPConfig, NormType
+from .cross_layer_attention import CrossLayerAttention
 from .filling import filled_mlp
+from .layer_inputs import LayerInputs
 from .mixers import MIXERS
+from .xielu import XIELU
 
 
 def norm_of(kind: NormType, features: int, eps: float, dtype: Any) -> Norm:
@@ -41,6 +44,7 @@ class MLP(Module):
     gate_proj: eqx.nn.Linear | None  # [F, E]
     up_proj: eqx.nn.Linear  # [F, E]
     down_proj: eqx.nn.Linear  # [E, F]
+    act_fn: XIELU | None
     gate_matmul: Matmul
     matmul: Matmul
     config: MLPConfig = eqx.field(static=True)
@@ -62,6 +66,7 @@ class MLP(Module):
             parts.left_out()
         self.up_proj = parts.linear(embed_dim, width, biased)
         self.down_proj = parts.linear(width, embed_dim, biased)
+        self.act_fn = XIELU(parts.dtype) if config.activation == "xielu" else None
         platform = None if platform == "cuda" else platform
         options = matmul_options(config.activation) if config.gated else {}
         self.gate_matmul = Matmul(**options, gated=config.gated, platform=platform)
@@ -90,7 +95,8 @@ class MLP(Module):
             check_block(block, x, x.shape[-1])
             return self._in_block(x, block)
         if self.gate_proj is None:
-            h = ungated(self.config.activation, project("up_proj", self.up_proj, x, self.config.hidden_dim))
+            h = project("up_proj", self.up_proj, x, self.config.hidden_dim)
+            h = ungated(self.config.activation, h) if self.act_fn is None else self.act_fn(h)
             return project("down_proj", self.down_proj, h, x.shape[-1])
         gate = project("gate_proj", self.gate_proj, x, self.config.hidden_dim)
         gate = gate if self.config.gate_scale == 1 else gate * self.config.gate_scale
@@ -124,6 +130,12 @@ class DecoderLayer(Module):
     mlp: MLP | MixtureOfExperts | None
     mlp_out_norm: Norm | None
     layer_scalar: Array | None  # [1]
+    experts: MixtureOfExperts | None  # beside the MLP
+    post_feedforward_layernorm_1: Norm | None  # of the MLP beside them
+    post_feedforward_layernorm_2: Norm | None  # of the experts
+    per_layer_input_gate: eqx.nn.Linear | None  # [P, E]
+    per_layer_projection: eqx.nn.Linear | None  # [E, P]
+    post_per_layer_input_norm: Norm | None
     residual_norm: ResidualRMSNorm
     matmul: Matmul  # of few tokens
     config: LayerConfig = eqx.field(static=True)
@@ -139,6 +151,7 @@ class DecoderLayer(Module):
         norm_type: NormType = "rms",
         expert_parallel: ExpertParallel | None = None,
         split: Mapping[str, Mapping[str, Any]] | None = None,
+        layer_embedding: int | None = None,
         dtype: Any = None,
         key: Array,
         **options: Any,
@@ -159,13 +172,25 @@ class DecoderLayer(Module):
         has_mlp = config.mlp is not None
         apart = config.norms not in ("post", "parallel")
         self.mlp_norm, self.mlp_out_norm = norm(apart and has_mlp), norm(behind and has_mlp)
+        more: Any = {} if expert_parallel is None else {"parallel": expert_parallel}
+        experts = lambda moe, key: MixtureOfExperts(
+            embed_dim, **(options | dict(moe.options) | more), dtype=dtype, key=key
+        )
         self.mlp = None
         if isinstance(config.mlp, MLPConfig):
             self.mlp = MLP(embed_dim, config.mlp, platform=options.get("platform"), dtype=dtype, key=mlp_key)
         elif config.mlp is not None:
-            experts: Any = options | dict(config.mlp.options)
-            experts |= {} if expert_parallel is None else {"parallel": expert_parallel}
-            self.mlp = MixtureOfExperts(embed_dim, **experts, dtype=dtype, key=mlp_key)
+            self.mlp = experts(config.mlp, mlp_key)
+        self.experts = None
+        if config.experts is not None:
+            self.experts = experts(config.experts, jax.random.fold_in(mlp_key, 1))
+        beside = config.experts is not None
+        self.post_feedforward_layernorm_1, self.post_feedforward_layernorm_2 = norm(beside), norm(beside)
+        parts, has_embedding = Parts(jax.random.fold_in(key, 1), 2, dtype, None), layer_embedding is not None
+        linear = lambda *sizes: parts.linear(*sizes) if has_embedding else None
+        self.per_layer_input_gate = linear(embed_dim, layer_embedding)
+        self.per_layer_projection = linear(layer_embedding, embed_dim)
+        self.post_per_layer_input_norm = norm(has_embedding)
         self.layer_scalar = jnp.ones(1, dtype) if config.output_scale else None
         platform = None if options.get("platform") == "cuda" else options.get("platform")
         self.residual_norm = ResidualRMSNorm(norm_eps, platform=platform)
@@ -178,57 +203,74 @@ class DecoderLayer(Module):
         return (self.mixer,) if self.beside is None else (self.mixer, self.beside)
 
     @compiled_call()
-    def __call__(self, x: Array, cache: Any = None, **rows: Any) -> tuple[Array, Any]:
+    def __call__(
+        self, x: Array, cache: Any = None, inputs: LayerInputs | None = None, **rows: Any
+    ) -> tuple[Array, Any]:
         """`x`: `[..., T, E]`; with `batch=`, `[T, E]`. `rows` is what the mixer takes besides. **Returns:** the tokens and the new cache; that of
         two mixers is a tuple of both."""
+        inputs = LayerInputs() if inputs is None else inputs
         if "batch" not in rows or not are_few(x):
-            return self._through(x, cache, rows, False)[:2]
+            return self.through(x, cache, rows, inputs)[:2]
         with multiplied_by(self.matmul):
             # Attention computes the norm and the residual around it.
-            is_alone = self.beside is None and self.config.norms not in (
-                "residual",
-                "parallel",
-                "parallel_apart",
-            )
+            is_alone = self.beside is None and self.experts is None
+            is_alone = is_alone and self.config.norms not in ("residual", "parallel", "parallel_apart")
             if is_alone and type(self.mixer) is MultiHeadAttention:
-                return self._of_few(x, cache, rows)
-            return self._through(x, cache, rows, False)[:2]
+                return self._of_few(x, cache, rows, inputs)
+            return self.through(x, cache, rows, inputs)[:2]
 
     @compiled_call()
     def with_statistics(self, x: Array, **rows: Any) -> tuple[Array, RouterStatistics | None]:
         """The tokens, and what the router of a mixture of experts did."""
-        x, _, statistics = self._through(x, None, rows, True)
+        x, _, statistics = self.through(x, None, rows, LayerInputs(), True)
         return x, statistics
 
-    def _through(
-        self, x: Array, cache: Any, rows: dict[str, Any], return_statistics: bool
+    def through(
+        self,
+        x: Array,
+        cache: Any,
+        rows: dict[str, Any],
+        inputs: LayerInputs,
+        return_statistics: bool = False,
     ) -> tuple[Array, Any, RouterStatistics | None]:
-        apart = cache is None and self.beside is None and type(self.mixer) is MultiHeadAttention
+        """The results of a call, and on request the statistics of its experts. Without a cache, a layer that gives its keys away returns them in
+        the place of one."""
+        gives = cache is None and self.config.gives_keys
+        apart = cache is None and self.beside is None and type(self.mixer) is MultiHeadAttention and not gives
         (h, *copies), x = self._into_branch(self.mixer_norm, x, readers=3 if apart else 1)
         residual = h if self.config.norms == "residual" else x
         if copies:
             out = self.mixer.apart(h, *copies, **rows)
+        elif gives:
+            out, cache = self.mixer.with_keys(h, **rows)
+        elif isinstance(self.mixer, CrossLayerAttention):
+            out = self.mixer(h, inputs.keys, **rows)
         else:
             out, cache = self._mixed(h, cache, rows)
         out = normed(self.mixer_out_norm, out.astype(x.dtype))
         if self.mlp is None:
             return _added(residual, out, self.config.mixer_scales), cache, None
-        readers = 2 if cache is None and type(self.mlp) is MLP and self.mlp.config.gated else 1
+        is_plain = type(self.mlp) is MLP and self.mlp.config.gated and self.experts is None
+        readers = 2 if cache is None and is_plain else 1
         if self.config.norms.startswith("parallel"):
             h = h if self.mlp_norm is None else normed(self.mlp_norm, x)
             x, copies = _added(residual, out, self.config.mixer_scales), ()
         else:
             (h, *copies), x = self._into_branch(self.mlp_norm, residual, out, readers)
         residual = h if self.config.norms == "residual" else x
-        statistics = None
+        statistics, real = None, real_of(rows)
         if not isinstance(self.mlp, MixtureOfExperts):
             y = self.mlp(h, *copies)
         elif return_statistics:
-            y, statistics = self.mlp(h, padding_mask=real_of(rows), return_statistics=True)
+            y, statistics = self.mlp(h, padding_mask=real, return_statistics=True)
         else:
-            y = self.mlp(h, padding_mask=real_of(rows))
+            y = self.mlp(h, padding_mask=real)
+        if self.experts is not None:
+            other, statistics = self.experts(x, padding_mask=real, return_statistics=True)
+            y = normed(self.post_feedforward_layernorm_1, y.astype(x.dtype))
+            y = y + laid_out_as(y, normed(self.post_feedforward_layernorm_2, other.astype(x.dtype)))
         x = _added(residual, normed(self.mlp_out_norm, y.astype(x.dtype)), self.config.mlp_scales)
-        return self._scaled(x), cache, statistics
+        return self._finished(x, inputs), cache, statistics if return_statistics else None
 
     def _mixed(self, h: Array, cache: Any, rows: dict[str, Any]) -> tuple[Array, Any]:
         """The output of the mixer or of both, and the new cache."""
@@ -242,10 +284,18 @@ class DecoderLayer(Module):
         out, other = (x * scale for x, scale in zip((out, other), self.config.beside.scales))
         return out + other.astype(out.dtype), None if cache is None else (cache, state)
 
-    def _scaled(self, x: Array) -> Array:
+    def _finished(self, x: Array, inputs: LayerInputs) -> Array:
+        """The tokens with the part of the layer's embedding, times the number of the layer."""
+        gate, projection = self.per_layer_input_gate, self.per_layer_projection
+        if gate is not None and projection is not None:
+            assert isinstance(self.config.mlp, MLPConfig) and inputs.embedding is not None
+            y = project("per_layer_input_gate", gate, x, inputs.embedding.shape[-1])
+            y = gated(self.config.mlp.activation, y, inputs.embedding)
+            y = project("per_layer_projection", projection, y, x.shape[-1])
+            x = x + laid_out_as(x, normed(self.post_per_layer_input_norm, y.astype(x.dtype)))
         return x if self.layer_scalar is None else x * self.layer_scalar[0].astype(x.dtype)
 
-    def _of_few(self, x: Array, cache: Any, rows: dict[str, Any]) -> tuple[Array, Any]:
+    def _of_few(self, x: Array, cache: Any, rows: dict[str, Any], inputs: LayerInputs) -> tuple[Array, Any]:
         """A step of few tokens: norms and residuals are parts of the projections beside them."""
 
         def in_block(branch: Callable[..., Any], out_norm: Any, scales: tuple[float, float]) -> Any:
@@ -261,11 +311,13 @@ class DecoderLayer(Module):
             return x, cache
         if isinstance(mlp := self.mlp, MLP):
             branch = lambda **more: (mlp(x, norm=self.mlp_norm, **more),)
-            return self._scaled(in_block(branch, self.mlp_out_norm, self.config.mlp_scales)[0]), cache
+            return self._finished(
+                in_block(branch, self.mlp_out_norm, self.config.mlp_scales)[0], inputs
+            ), cache
         (h,), x = self._into_branch(self.mlp_norm, x)
         y = self.mlp(h, padding_mask=real_of(rows))
         x = _added(x, normed(self.mlp_out_norm, y.astype(x.dtype)), self.config.mlp_scales)
-        return self._scaled(x), cache
+        return self._finished(x, inputs), cache
 
     def _into_branch(
         self, norm: Norm | None, residual: Array, out: Array | None = None, readers: int = 1

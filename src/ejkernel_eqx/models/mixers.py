@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import nn
+from .cross_layer_attention import CrossLayerAttention
 
 
 def _without_place(layer: Callable[..., Any]) -> Callable[..., Any]:
@@ -13,6 +14,7 @@ def _without_place(layer: Callable[..., Any]) -> Callable[..., Any]:
 
 MIXERS: dict[str, Callable[..., Any]] = {
     "attention": _without_place(nn.MultiHeadAttention),
+    "cross_layer_attention": _without_place(CrossLayerAttention),
     "latent_attention": _without_place(nn.MultiHeadLatentAttention),
     "native_sparse_attention": _without_place(nn.NativeSparseAttention),
     "mamba1": _without_place(nn.Mamba1Mixer),

@@ -25,7 +25,15 @@ from .sentence_files import read_pooler
 
 _MOST_BYTES = 2**24
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
-_PARTS = ("vision_tower", "vision_model", "visual", "audio_tower", "multi_modal_projector")
+_PARTS = (
+    "vision_tower",
+    "vision_model",
+    "visual",
+    "audio_tower",
+    "multi_modal_projector",
+    "embed_vision",
+    "embed_audio",
+)
 _OTHER_PARTS = tuple(f"{root}{part}.*" for root in ("", "model.") for part in _PARTS)
 
 

@@ -9,8 +9,14 @@ from .._entries import Entries, entries_of, shown
 from .._errors import CheckpointError
 from .._signatures import nearest
 from ..weights import recurrent_configs
-from ..weights.attention_configs import attention_options, BERTS, default_type
-from ..weights.configs import ACTIVATIONS, ALIASES, layer_type, text_entries, unit_offset_norms
+from ..weights.attention_configs import (
+    attention_options,
+    BERTS,
+    cross_layer_options,
+    default_type,
+    source_of_keys,
+)
+from ..weights.configs import ACTIVATIONS, ALIASES, layer_type, refuse, text_entries, unit_offset_norms
 from ..weights.expert_configs import experts_of, mixture_of_experts_options
 from ..weights.latent_configs import latent_attention_options
 from .config import (
@@ -38,6 +44,10 @@ class _Family(NamedTuple):
     has_gate: bool = True
     """Whether its MLPs do."""
     norm_type: NormType = "rms"
+    mlp_bias: bool | str = False
+    """Whether the projections of its MLPs have biases, or the entry that says so."""
+    has_positions: bool = False
+    """Whether it learns its positions."""
     output_scale: bool = False
     recurrent_norms: Norms | None = None
     """Those of layers without attention, where they differ."""
@@ -55,6 +65,8 @@ _LAYER_EPS = {"layer_norm_eps": 1e-5, "norm_epsilon": 1e-5}
 _EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
 _TIED = {"tie_word_embeddings": True}
 _GEMMA3 = {"vocab_size": 262_208, "hidden_size": 2304, "num_hidden_layers": 26, "intermediate_size": 9216}
+_OPT, _FALCON = {"enable_bias": True}, {"attention_bias": False, "parallel_attn": True}
+_GEMMA4 = {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144}
 _MAMBA = {"vocab_size": 50_280, "hidden_size": 768, "num_hidden_layers": 32, "layer_norm_epsilon": 1e-5}
 _BERT = {"hidden_act": "gelu", "layer_norm_eps": 1e-12}
 _MODERN_BERT = {"hidden_activation": "gelu", "norm_eps": 1e-5}
@@ -70,10 +82,40 @@ FAMILIES: dict[str, _Family] = {
     "gemma": _Family(scaled_embedding=True, defaults=_TIED),
     "gemma2": _Family("around", scaled_embedding=True, defaults=_TIED | {"final_logit_softcapping": 30.0}),
     "gemma3_text": _Family("around", scaled_embedding=True, defaults=_TIED | _GEMMA3),
-    "gemma4_text": _Family("around", scaled_embedding=True, output_scale=True, defaults=_TIED),
+    "gemma4_text": _Family("around", scaled_embedding=True, output_scale=True, defaults=_TIED | _GEMMA4),
     "gpt_neox": _Family(
-        "parallel_apart", has_gate=False, norm_type="layer", defaults=_LAYER_EPS | {"hidden_act": "gelu"}
+        "parallel_apart",
+        has_gate=False,
+        norm_type="layer",
+        mlp_bias=True,
+        defaults=_LAYER_EPS | {"hidden_act": "gelu"},
     ),
+    "gpt2": _Family(
+        has_gate=False,
+        norm_type="layer",
+        mlp_bias=True,
+        has_positions=True,
+        defaults=_TIED | _LAYER_EPS | {"hidden_act": "gelu_new", "max_position_embeddings": 1024},
+    ),
+    "opt": _Family(
+        has_gate=False,
+        norm_type="layer",
+        mlp_bias="enable_bias",
+        has_positions=True,
+        defaults=_TIED | _LAYER_EPS | {"hidden_act": "relu", "max_position_embeddings": 2048} | _OPT,
+    ),
+    "falcon": _Family(
+        "parallel_apart",
+        has_gate=False,
+        norm_type="layer",
+        mlp_bias="attention_bias",
+        defaults=_TIED | _LAYER_EPS | {"hidden_act": "gelu"} | _FALCON,
+    ),
+    "apertus": _Family(has_gate=False, defaults=_EPS | {"hidden_act": "xielu"}),
+    "dots1": _Family(),
+    "ernie4_5": _Family(mlp_bias="use_bias", defaults=_TIED | _EPS),
+    "helium": _Family(defaults={"rms_norm_eps": 1e-8}),
+    "stablelm": _Family(norm_type="layer", defaults=_LAYER_EPS),
     "gpt_oss": _Family(defaults=_EPS),
     "olmo2": _Family("post", defaults=_EPS),
     "deepseek_v2": _Family(attention="latent_attention"),
@@ -102,10 +144,17 @@ FAMILIES: dict[str, _Family] = {
     "cohere": _Family("parallel", norm_type="layer_without_bias", defaults=_TIED | _LAYER_EPS),
     "cohere2": _Family("parallel", norm_type="layer_without_bias", defaults=_TIED | _LAYER_EPS),
     "phi": _Family(
-        "parallel", has_gate=False, norm_type="layer", defaults=_LAYER_EPS | {"hidden_act": "gelu_new"}
+        "parallel",
+        has_gate=False,
+        norm_type="layer",
+        mlp_bias=True,
+        defaults=_LAYER_EPS | {"hidden_act": "gelu_new"},
     ),
     "starcoder2": _Family(
-        has_gate=False, norm_type="layer", defaults=_TIED | _LAYER_EPS | {"hidden_act": _TANH}
+        has_gate=False,
+        norm_type="layer",
+        mlp_bias="use_bias",
+        defaults=_TIED | _LAYER_EPS | {"hidden_act": _TANH, "use_bias": True},
     ),
     "granitemoe": _Family(),
     "granitemoehybrid": _Family(recurrent="mamba2", defaults={"shared_intermediate_size": 1024}),
@@ -124,7 +173,10 @@ FAMILIES: dict[str, _Family] = {
     "kimi_linear": _Family(attention="latent_attention", recurrent="kimi_delta_attention", defaults=_EPS),
     # Norms behind a sum with the residual are norms before the next branch, whose residual they are.
     **dict.fromkeys(
-        BERTS, _Family("residual", has_gate=False, norm_type="layer", is_encoder=True, defaults=_BERT)
+        BERTS,
+        _Family(
+            "residual", has_gate=False, norm_type="layer", mlp_bias=True, is_encoder=True, defaults=_BERT
+        ),
     ),
     "modernbert": _Family(norm_type="layer_without_bias", is_encoder=True, defaults=_MODERN_BERT),
 }
@@ -205,12 +257,17 @@ def _body(whole: Entries, entries: Entries) -> DecoderConfig:
     tied = whole.get("tie_word_embeddings")
     entries = (entries if tied is None else entries.changed(tie_word_embeddings=tied)).over(family.defaults)
     _check_needed(entries, family)
-    layers = tuple(_layer(entries, family, index) for index in range(entries["num_hidden_layers"]))
+    layers = [_layer(entries, family, index) for index in range(entries["num_hidden_layers"])]
+    for source in {layer.keys_of for layer in layers if layer.keys_of is not None}:
+        layers[source] = dataclasses.replace(layers[source], gives_keys=True)
+    per_layer = entries.get("hidden_size_per_layer_input") or None
+    if per_layer and entries["vocab_size_per_layer_input"] != entries["vocab_size"]:
+        raise entries.wrong("vocab_size_per_layer_input", f"vocab_size={entries['vocab_size']}")
     width = entries["hidden_size"]
     return DecoderConfig(
         entries["vocab_size"],
         width,
-        layers,
+        tuple(layers),
         norm_eps=next((entries[name] for name in _EPSILONS if entries.get(name) is not None), 1e-6),
         embedding_scale=math.sqrt(width)
         if family.scaled_embedding
@@ -222,6 +279,8 @@ def _body(whole: Entries, entries: Entries) -> DecoderConfig:
         logits_scale=entries.get("logit_scale", 1 / entries.get("logits_scaling", 1.0)),
         norm_type=family.norm_type,
         head_bias=kind == "phi",
+        layer_embedding=per_layer,
+        max_positions=entries["max_position_embeddings"] if family.has_positions else None,
     )
 
 
@@ -260,6 +319,7 @@ _MLP_BIASES = (
 _NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers")
 _OPTIONS = {
     "attention": attention_options,
+    "cross_layer_attention": cross_layer_options,
     "latent_attention": latent_attention_options,
     "mamba1": recurrent_configs.mamba1_options,
     "mamba2": recurrent_configs.mamba2_options,
@@ -276,7 +336,7 @@ def _mixer(config: Entries, family: _Family, index: int) -> str:
     # A model without attention lists no types.
     if family.recurrent is not None and (not family.has_mlp or _is_linear(config, index)):
         return family.recurrent
-    return family.attention
+    return family.attention if source_of_keys(config, index) is None else "cross_layer_attention"
 
 
 def _options(config: Entries, mixer: str, index: int) -> dict[str, Any]:
@@ -306,8 +366,24 @@ def _layer(config: Entries, family: _Family, index: int) -> LayerConfig:
         norms = family.recurrent_norms
     if family.beside is not None:
         return _falcon_h1(config, LayerConfig(mixer, options, mlp), _options(config, family.beside, index))
-    given = (scales(branch), scales("mlp"), family.output_scale)
-    return LayerConfig(mixer, options, mlp, norms, *given)
+    if config["model_type"] == "falcon":
+        norms = _falcon_norms(config)
+    if config["model_type"] == "stablelm" and config.get("use_parallel_residual", False):
+        norms = "parallel"
+    experts = None
+    if config["model_type"] == "gemma4_text" and config.get("enable_moe_block", False):
+        experts = _experts(config, index)
+    given: Any = (scales(branch), scales("mlp"), family.output_scale)
+    keys_of = source_of_keys(config, index)
+    return LayerConfig(mixer, options, mlp, norms, *given, experts=experts, keys_of=keys_of)
+
+
+def _falcon_norms(config: Entries) -> Norms:
+    """One norm for both branches, two, or one after the other."""
+    if not config.get("new_decoder_architecture"):
+        return "parallel" if config.get("parallel_attn") else "pre"
+    refuse(config, parallel_attn=True)
+    return "parallel" if config.get("num_ln_in_parallel_attn") == 1 else "parallel_apart"
 
 
 def _falcon_h1(config: Entries, layer: LayerConfig, options: dict[str, Any]) -> LayerConfig:
@@ -329,9 +405,9 @@ def _mlp(config: Entries, family: _Family, index: int) -> MLPConfig | MoEConfig 
     if kind == "nemotron_h" and (config.get("mlp_layer_types") or ())[index : index + 1] == ["none"]:
         return None
     # A mixture of one expert is that expert, but for one beside it.
-    if experts_of(config, index) > (0 if kind in ("granitemoehybrid", "llama4_text") else 1):
-        options = mixture_of_experts_options(config, index)
-        return MoEConfig({name: value for name, value in options.items() if name != "embed_dim"})
+    least = 0 if kind in ("granitemoehybrid", "llama4_text") else 1
+    if kind != "gemma4_text" and experts_of(config, index) > least:
+        return _experts(config, index)
     if config["model_type"] == "gpt_oss":
         limit = config.get("swiglu_limit", 7.0), config.get("swiglu_alpha", 1.702)
         if limit != (7.0, 1.702):
@@ -340,16 +416,23 @@ def _mlp(config: Entries, family: _Family, index: int) -> MLPConfig | MoEConfig 
             )
         return MLPConfig(config["intermediate_size"], "clamped_swiglu", use_bias=True)
     name = _activation(config)
-    if name not in ACTIVATIONS and (family.has_gate or name != "relu2"):
+    if name not in ACTIVATIONS and (family.has_gate or name not in ("relu2", "xielu")):
         raise ValueError(
             f"hidden_act: expected one of {', '.join(ACTIVATIONS)}, received {name!r}; build a DecoderConfig by hand."
         )
     has_bias = kind in _MLP_BIASES and bool(config.get("mlp_bias", False))
-    has_bias |= kind in ("gpt_neox", "phi", *BERTS)
-    has_bias |= kind == "starcoder2" and bool(config.get("use_bias", True))
+    own = family.mlp_bias
+    has_bias |= bool(config.get(own, False)) if isinstance(own, str) else own
     activation: Any = ACTIVATIONS.get(name, name)
     size = config[_WIDTHS.get(kind, "intermediate_size")]
+    if config.get("use_double_wide_mlp", False) and source_of_keys(config, index) is not None:
+        size *= 2
     return MLPConfig(size, activation, has_bias, family.has_gate)
+
+
+def _experts(config: Entries, index: int) -> MoEConfig:
+    options = mixture_of_experts_options(config, index)
+    return MoEConfig({name: value for name, value in options.items() if name != "embed_dim"})
 
 
 def _activation(config: Entries) -> str:

@@ -23,6 +23,7 @@ from ..nn.kv_cache import full_message, refused_rows
 from ..nn.recurrent import RecurrentLayer, RecurrentState
 from ..paged import PagedKVCache, PagedLatentCache, RaggedBatch
 from .caches import CacheState, DecoderCache, ServingCache
+from .cross_layer_attention import CrossLayerAttention
 
 MOST_TOKENS = 8
 """Of a row. With more, reading all keys of a row once for many queries is worth a copy."""
@@ -98,6 +99,8 @@ class PagedRows(NamedTuple):
         def as_rows(old: Any, new: Any) -> Any:
             if isinstance(old, RecurrentState):
                 return jax.tree.map(lambda old, new: new.reshape(old.shape), old, new)
+            if old is None:
+                return None
             names = ("k", "v") if isinstance(old, KVCache) else ("latent", "rope")
             stored = {name: getattr(new, name).reshape(getattr(old, name).shape) for name in names}
             lengths = old.lengths + like(self.count, old.lengths)
@@ -155,6 +158,8 @@ def _as_pages(cache: Any, page: int, lead: int) -> Any:
 
 def _has_pages(mixer: Any, cache: Any, lead: tuple[int, ...]) -> bool:
     """Returns whether the cache of a layer, as pages or slots, has the same content, and the layer runs over those by compiled kernels."""
+    if isinstance(mixer, CrossLayerAttention):
+        return _is_compiled(mixer.paged_attention)
     arrays, batch = jax.tree.leaves(cache), 1 + len(lead)
     if any(x.shape[1:batch] != lead for x in arrays):
         return False

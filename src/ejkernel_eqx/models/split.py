@@ -4,7 +4,7 @@ from typing import Any
 
 from .config import DecoderConfig
 
-_WHOLE = ("latent_attention", "native_sparse_attention")
+_WHOLE = ("latent_attention", "native_sparse_attention", "cross_layer_attention")
 """Mixers that need all tokens of a row."""
 
 

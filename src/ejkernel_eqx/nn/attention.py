@@ -454,8 +454,21 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         x, keys, values = (clear(a.astype(dtype), rows.real) for a in (x, keys, values))
         return self._attend((x, keys, values), None, read, rows, False)
 
+    def with_keys(self, x: Array, **given: Any) -> tuple[Array, tuple[Array, Array]]:
+        """`layer(x, padding_mask=..., segment_ids=...)`, and its keys and values `[..., T, K, D]`, for layers that read them, too."""
+        read, x = check_call(self, x, None, CallInputs(**given))
+        rows = locate(x, None, read)
+        x = clear(x.astype(compute_dtype_of(self.compute_dtype, self, x)), rows.real)
+        return self._attend((x, x, x), None, read, rows, False, True)
+
     def _attend(
-        self, inputs: tuple[Array, Array, Array], cache: Any, given: CallInputs, rows: Any, return_lse: bool
+        self,
+        inputs: tuple[Array, Array, Array],
+        cache: Any,
+        given: CallInputs,
+        rows: Any,
+        return_lse: bool,
+        return_keys: bool = False,
     ) -> Any:
         """The results of a call, from the inputs of queries, keys and values."""
         x, source, values = inputs
@@ -483,7 +496,7 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         )
         out, *lse = out if return_lse else (out,)
         y = marked(self._finish(out, gate), cache)
-        results = (y, *([] if cache is None else [cache]), *lse)
+        results = (y, *([] if cache is None else [cache]), *lse, *([(k, v)] if return_keys else []))
         return results if len(results) > 1 else y
 
     def _over_pages(

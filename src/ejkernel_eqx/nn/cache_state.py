@@ -34,7 +34,7 @@ class CacheState(Module):
     Immutable; written in place if donated to `jit`. With `batch_shape=(layers,)` all arrays have a leading axis, for models
     that scan over stacked layers: see `of_layer` and the guide "Recurrent layers".
 
-    - `layers`: one cache per mixer: a `PagedKVCache` without tables, or a `RecurrentState` whose rows are slots.
+    - `layers`: one cache per mixer: a `PagedKVCache` without tables, a `RecurrentState` whose rows are slots, or `None` where it has none.
     - `batch_ndim`: number of leading axes before pages and slots; static.
     """
 
@@ -154,7 +154,10 @@ class CacheState(Module):
 
     def numbers(self, batch: RaggedBatch) -> dict[str, Array]:
         """The fields of the batches that `of_layer` returns which differ between layers, for all of them at once: with a leading axis."""
-        count = jax.tree.leaves(self.layers)[0].shape[0]
+        arrays = jax.tree.leaves(self.layers)
+        if not arrays:
+            return {}
+        count = arrays[0].shape[0]
         return self._numbers(batch, jnp.arange(count, dtype=jnp.int32))
 
     def _numbers(self, batch: RaggedBatch, index: Array) -> dict[str, Array]:
@@ -172,7 +175,8 @@ class CacheState(Module):
 
     def _count(self, paged: bool) -> int:
         """The number of pages, or of slots, of a layer."""
-        arrays = [jax.tree.leaves(layer)[0] for layer in self.layers if hasattr(layer, "copy_pages") == paged]
+        there = [layer for layer in self.layers if layer is not None]
+        arrays = [jax.tree.leaves(layer)[0] for layer in there if hasattr(layer, "copy_pages") == paged]
         counts = {x.shape[self.batch_ndim] for x in arrays}
         if len(counts) > 1:
             raise ValueError(
@@ -259,7 +263,7 @@ class CacheState(Module):
 
     def _with_states(self, change: Callable[[Any], Any]) -> "CacheState":
         """The caches with each one of a recurrent layer changed."""
-        keep = lambda layer: layer if hasattr(layer, "copy_pages") else change(layer)
+        keep = lambda layer: layer if layer is None or hasattr(layer, "copy_pages") else change(layer)
         return self.with_layers([keep(layer) for layer in self.layers])
 
 

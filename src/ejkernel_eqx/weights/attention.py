@@ -5,7 +5,7 @@
 | Llama and most | `q_proj`, `k_proj`, `v_proj` | `o_proj`, or `dense` (Phi), `out_proj` (OPT) |
 | LFM2 | the same, with `q_layernorm`, `k_layernorm` | `out_proj` |
 | Phi-3 | `qkv_proj`: all queries, all keys, all values | `o_proj` |
-| GPT-NeoX | `query_key_value`: each head's query, key, value | `dense` |
+| GPT-NeoX, Falcon | `query_key_value`: for each key head its queries, its key, its value | `dense` |
 | GPT-2 | `c_attn` `[in, out]`: all queries, all keys, all values | `c_proj` `[in, out]` |
 | `torch.nn.MultiheadAttention` | `in_proj_weight`, or `q_proj_weight` ...; `in_proj_bias` | `out_proj` |
 | ModernBERT | `Wqkv`: all queries, all keys, all values | `Wo` |
@@ -39,7 +39,7 @@ def multi_head_attention(layer: Any, weights: Weights) -> Any:
     taken, renamed = _query_key_value(layer, weights)
     # GPT-2 publishes its matrices as [in, out].
     if weights.has("c_proj.weight"):
-        taken["o_proj"] = _transposed(layer.o_proj, weights, "c_proj")
+        taken["o_proj"] = transposed(layer.o_proj, weights, "c_proj")
     else:
         renamed["o_proj"] = next((name for name in _OUTPUTS if weights.has(f"{name}.weight")), "o_proj")
     return fill_fields(replaced(layer, taken), weights, renamed, skip=tuple(taken))
@@ -121,23 +121,23 @@ def _one_after_another(layer: Any) -> _Split:
 
 
 def _head_by_head(layer: Any, weights: Weights) -> _Split:
-    heads, dim = layer.num_heads, layer.head_dim
-    if layer.num_kv_heads != heads or layer.output_gate:
+    heads, dim = layer.num_kv_heads, layer.head_dim
+    if layer.output_gate:
         raise CheckpointError(
-            f"{weights.prefix + 'query_key_value.weight'!r}: expected a layer with as many key and value heads as query heads and without an "
-            f"output gate, as GPT-NeoX, received num_heads={heads}, num_kv_heads={layer.num_kv_heads}. Models that share keys (Falcon) order the "
-            "rows of this array in another way; split them into q_proj, k_proj and v_proj."
+            f"{weights.prefix + 'query_key_value.weight'!r}: expected a layer without an output gate, as GPT-NeoX and Falcon, received one with it."
         )
 
     def split(rows: Any) -> list[Any]:
-        # [3 H D, ...] to [H, 3 D, ...]: the rows of a head are its query, key and value.
-        parts = jnp.split(rows.reshape(heads, -1, *rows.shape[1:]), [dim, 2 * dim], axis=1)
+        # [K (H / K + 2) D, ...] to [K, (H / K + 2) D, ...]: the rows of a key head are those of its queries, its key, its value.
+        apart = rows.reshape(heads, -1, *rows.shape[1:])
+        parts = jnp.split(apart, [apart.shape[1] - 2 * dim, apart.shape[1] - dim], axis=1)
         return [part.reshape(-1, *rows.shape[1:]) for part in parts]
 
     return split
 
 
-def _transposed(linear: Any, weights: Weights, name: str) -> Any:
+def transposed(linear: Any, weights: Weights, name: str) -> Any:
+    """A linear layer that is published as `[in, out]`."""
     new = {"weight": weights.take(f"{name}.weight", linear.weight.shape[::-1], linear.weight.dtype).T}
     if linear.bias is not None:
         new["bias"] = weights.take(f"{name}.bias", linear.bias.shape, linear.bias.dtype)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from .._entries import Entries
+from .._entries import Entries, entries_of
 from ..rotary import RotaryEmbedding
 from .configs import check_type, Config, head_width, layer_type, read_model, refuse, take
 from .hybrid_configs import hybrid_layer_type
@@ -12,7 +12,7 @@ _FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_atte
 _ONE_WINDOW = ("mistral", "ministral3", "mixtral", "phi3", "minimax", "qwen3_moe", "starcoder2")
 """Models whose layers are all alike."""
 _ORIGINAL = "original_max_position_embeddings"
-_INTERLEAVED = ("cohere", "cohere2", "glm4", "llama4_text")
+_INTERLEAVED = ("cohere", "cohere2", "ernie4_5", "glm4", "helium", "llama4_text")
 _LAYER = "MultiHeadAttention"
 BERTS = ("bert", "roberta", "xlm-roberta")
 
@@ -32,6 +32,11 @@ def attention_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
     """
     config = entries = read_model(config, _LAYER)
     kind = config["model_type"]
+    if (source := source_of_keys(config, layer_index)) is not None:
+        raise ValueError(
+            f"layer_index: expected a layer with keys of its own, received {layer_index}, which reads those of layer {source} "
+            "(num_kv_shared_layers); ejx.models builds such layers."
+        )
     found = layer_type(config, layer_index, lambda i: default_type(entries, i))
     if kind == "gemma4_text":
         config = _of_one_layer(config, layer_index, found)
@@ -58,6 +63,25 @@ def attention_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
     return options
 
 
+def cross_layer_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
+    """The arguments of `CrossLayerAttention` for a layer that reads the keys and values of another."""
+    config = entries_of(config)
+    options = attention_options(config.changed(num_kv_shared_layers=0), layer_index)
+    return {name: value for name, value in options.items() if name not in ("v_norm", "keys_as_values")}
+
+
+def source_of_keys(config: Entries, layer_index: int) -> int | None:
+    """The layer whose keys and values this one reads: the last one of its type that has its own; `None` for its own."""
+    count, shared = config.get("num_hidden_layers"), config.get("num_kv_shared_layers") or 0
+    if not shared or count is None or layer_index < count - shared:
+        return None
+    type_of = lambda index: layer_type(config, index, lambda i: default_type(config, i))
+    found = [index for index in range(count - shared) if type_of(index) == type_of(layer_index)]
+    if not found:
+        raise config.wrong("num_kv_shared_layers", f"a layer of the type of layer {layer_index} before those")
+    return found[-1]
+
+
 def _rotates(config: Entries, index: int, found: str) -> bool:
     kind, listed = config["model_type"], config.get("no_rope_layers")
     if kind in ("smollm3", "llama4_text"):  # where 0 stands for none
@@ -74,8 +98,8 @@ def _rotates(config: Entries, index: int, found: str) -> bool:
         rope = config.inner("rope_parameters")
         named = rope if "rope_theta" in set(rope) else config
         return "rope_theta" not in set(named) or named.get("rope_theta") is not None
-    # GPT-2 and BERT learn their positions as embeddings; the states of the others tell them.
-    return kind not in ("gpt2", *BERTS, "jamba", "nemotron_h")
+    # GPT-2, OPT and BERT learn their positions as embeddings; the states of the others tell them.
+    return kind not in ("gpt2", "opt", *BERTS, "jamba", "nemotron_h")
 
 
 def default_type(config: Entries, index: int) -> str:
@@ -96,6 +120,7 @@ def default_type(config: Entries, index: int) -> str:
         "qwen2": index >= config.get("max_window_layers", 0),
         "qwen2_moe": index % 2 == 0 and index < config.get("max_window_layers", 0),
         "qwen3": index >= config.get("max_window_layers", 0),
+        "dots1": has_window and index >= config.get("max_window_layers", 0),
     }
     linear = {
         "qwen3_next": by_interval,
@@ -128,12 +153,14 @@ def _biases(config: Config) -> tuple[bool, bool]:
     kind = config["model_type"]
     if kind in _BIASES:
         return _BIASES[kind]
-    if kind == "starcoder2":
-        return bool(config["use_bias"]), bool(config["use_bias"])
+    if kind in _BIAS_ENTRIES:
+        return bool(config[_BIAS_ENTRIES[kind]]), bool(config[_BIAS_ENTRIES[kind]])
+    if kind == "stablelm":
+        return bool(config["use_qkv_bias"]), False
     if kind == "qwen2_moe":
         return bool(config["qkv_bias"]), False
     has_all = bool(config.get("attention_bias", False))
-    if kind in ("glm4", "glm4_moe"):
+    if kind in ("glm4", "glm4_moe", "helium"):
         return has_all, False
     return has_all, bool(config["attention_out_bias"]) if kind == "seed_oss" else has_all
 
@@ -193,8 +220,7 @@ def _of_one_layer(config: Entries, index: int, found: str) -> Entries:
 
 
 def _gemma4(config: Entries, layer_index: int) -> dict[str, Any]:
-    refuse(config, use_bidirectional_attention="vision", num_kv_shared_layers=0, enable_moe_block=False)
-    refuse(config, hidden_size_per_layer_input=0)
+    refuse(config, use_bidirectional_attention="vision")
     take(config, "rope_parameters")
     options = _qk_norm(config, layer_index) | {"v_norm": True, "softmax_scale": 1.0}
     is_full = layer_type(config, layer_index, lambda i: default_type(config, i)) == _FULL
@@ -205,7 +231,19 @@ def _gpt_oss(config: Config, layer_index: int) -> dict[str, Any]:
     return {"sinks": True}
 
 
+def _opt(config: Config, layer_index: int) -> dict[str, Any]:
+    refuse(config, do_layer_norm_before=True, _remove_final_layer_norm=False)
+    refuse(config, layer_norm_elementwise_affine=True, word_embed_proj_dim=config["hidden_size"])
+    return {}
+
+
+def _falcon(config: Config, layer_index: int) -> dict[str, Any]:
+    refuse(config, alibi=False)
+    return {}
+
+
 def _gpt2(config: Config, layer_index: int) -> dict[str, Any]:
+    refuse(config, add_cross_attention=False)
     scale = head_width(config) ** -0.5
     if not config.get("scale_attn_weights", True):
         scale = 1.0
@@ -287,6 +325,8 @@ def _qwen3_next(config: Config, layer_index: int) -> dict[str, Any]:
     return _qk_norm(config, layer_index) | {"output_gate": True}
 
 
+_BIAS_ENTRIES = {"ernie4_5": "use_bias", "opt": "enable_bias", "starcoder2": "use_bias"}
+"""The entry that says it of all four projections."""
 _BIASES = {"gpt2": (True, True), "phi": (True, True), "qwen2": (True, False)}
 _BIASES |= dict.fromkeys(BERTS, (True, True))
 _NO_BIAS = (
@@ -305,9 +345,12 @@ _NO_BIAS = (
 _BIASES |= dict.fromkeys(_NO_BIAS, (False, False))
 """The biases of models whose configuration does not say it."""
 _OTHERS: dict[str, Callable[[Entries, int], dict[str, Any]]] = {
+    "apertus": _qk_norm,
     "bamba": _bamba,
     "cohere": _cohere,
+    "dots1": _qk_norm,
     "exaone4": _qk_norm,
+    "falcon": _falcon,
     "falcon_h1": _falcon_h1,
     "gemma": _gemma,
     "gemma2": _gemma2,
@@ -328,11 +371,13 @@ _OTHERS: dict[str, Callable[[Entries, int], dict[str, Any]]] = {
     "olmo3": _olmo2,
     "olmo_hybrid": _olmo2,
     "olmoe": _olmoe,
+    "opt": _opt,
     "phi": _phi,
     "qwen3": _qk_norm,
     "qwen3_moe": _qk_norm,
     "qwen3_next": _qwen3_next,
     "qwen3_5_text": _qwen3_next,
     "qwen3_5_moe_text": _qwen3_next,
+    "stablelm": _phi,
 }
 """The other options of models by their type."""

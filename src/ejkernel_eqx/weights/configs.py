@@ -21,6 +21,19 @@ _QWEN3_VL_MOE |= {"num_key_value_heads": 16, "head_dim": 128, "rope_theta": 5e5,
 _KIMI_LINEAR = {"n_group": "num_expert_group", "norm_topk_prob": "moe_renormalize"}
 _KIMI_LINEAR |= {"num_experts_per_tok": "num_experts_per_token", "n_shared_experts": "num_shared_experts"}
 _KIMI_LINEAR |= {"scoring_func": "moe_router_activation_func"}
+_RENAMED = {
+    "gpt2": {
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "intermediate_size": "n_inner",
+        "hidden_act": "activation_function",
+        "max_position_embeddings": "n_positions",
+    },
+    "opt": {"intermediate_size": "ffn_dim", "hidden_act": "activation_function"},
+    "falcon": {"intermediate_size": "ffn_hidden_size", "hidden_act": "activation", "attention_bias": "bias"},
+}
+"""Entries under another name, by `model_type`."""
 ALIASES: dict[str, tuple[str, Config]] = {
     "kimi_k2": ("deepseek_v3", {}),
     **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), ("qwen2", _QWEN2_VL)),
@@ -57,10 +70,26 @@ def text_entries(config: Any) -> Entries:
     if kind == "kimi_linear":
         renamed = {name: entries.raw(other) for name, other in _KIMI_LINEAR.items()}
         return entries.changed(**{name: value for name, value in renamed.items() if value is not None})
+    if kind == "gemma4_text" and (types := entries.get("layer_types")):
+        return entries.changed(layer_types=[*types[:-1], "full_attention"])  # as transformers has it
+    if kind in _RENAMED:
+        return _renamed(entries, kind)
     if kind not in ALIASES:
         return hybrid_entries(entries)
     kind, defaults = ALIASES[kind]
     return entries.changed(model_type=kind).over(defaults)
+
+
+def _renamed(entries: Entries, kind: str) -> Entries:
+    """The entries by the names that most models have, and what follows from others where they are left out."""
+    own = {name: entries.get(other) for name, other in _RENAMED[kind].items() if entries.raw(name) is None}
+    own = {name: value for name, value in own.items() if value is not None}
+    entries = entries.changed(**own)
+    if kind in ("gpt2", "falcon") and entries.get("hidden_size"):
+        entries = entries.over({"intermediate_size": 4 * entries["hidden_size"]})
+    if kind == "falcon" and not entries.get("new_decoder_architecture") and entries.get("multi_query", True):
+        return entries.changed(num_key_value_heads=1)
+    return entries.changed(num_key_value_heads=entries.get("num_kv_heads")) if kind == "falcon" else entries
 
 
 def take(config: Config, *names: str) -> Any:

@@ -27,7 +27,7 @@ def mixture_of_experts_options(config: Config, layer_index: int = 0) -> dict[str
             f"layer_index: expected a layer with experts, received {layer_index}, which has a plain MLP in this {config['model_type']} model, as "
             f"{reason}; {_where_experts_are(config)}."
         )
-    count, top_k = _count(config), take(config, "num_experts_per_tok")
+    count, top_k = _count(config), take(config, "num_experts_per_tok", "top_k_experts")
     if top_k > count:
         raise config.wrong("num_experts_per_tok", f"at most the {count} experts")
     options: dict[str, Any] = {
@@ -56,6 +56,8 @@ def _count(config: Config) -> int:
 
 def _no_experts(config: Config, layer_index: int) -> str | None:
     """The entries that give a layer a plain MLP."""
+    if not config.get("enable_moe_block", True):
+        return "enable_moe_block is false"
     if not _count(config):
         return "it has no experts"
     if (period := config.get("expert_layer_period")) and layer_index % period != config[
@@ -93,7 +95,7 @@ def _where_experts_are(config: Config) -> str:
 
 
 def _activation(config: Config) -> str:
-    name = config.get("mlp_hidden_act") or config["hidden_act"]
+    name = config.get("mlp_hidden_act") or take(config, "hidden_act", "hidden_activation")
     if name == "relu2" and config["model_type"] == "nemotron_h":  # whose experts have no gate
         return name
     if name not in ACTIVATIONS:
@@ -149,6 +151,10 @@ def _deepseek_v2(config: Entries) -> dict[str, Any]:
 
 def _deepseek_v3(config: Entries) -> dict[str, Any]:
     refuse(config, topk_method="noaux_tc", scoring_func="sigmoid")
+    return _dots1(config)
+
+
+def _dots1(config: Entries) -> dict[str, Any]:
     return _shared(config) | {"scoring": "sigmoid", "use_correction_bias": True} | _groups(config)
 
 
@@ -168,6 +174,10 @@ def _granite(config: Entries) -> dict[str, Any]:
     return _one_size(config) | ({"shared_dim": shared} if shared else {})
 
 
+def _gemma4(config: Entries) -> dict[str, Any]:
+    return {"hidden_dim": take(config, "moe_intermediate_size"), "norm_eps": float(config["rms_norm_eps"])}
+
+
 def _groups(config: Entries) -> dict[str, Any]:
     groups, kept, count = take(config, "n_group"), take(config, "topk_group"), _count(config)
     if count % groups:
@@ -180,6 +190,8 @@ def _groups(config: Entries) -> dict[str, Any]:
 _OTHERS: dict[str, Callable[[Entries], dict[str, Any]]] = {
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
+    "dots1": _dots1,
+    "gemma4_text": _gemma4,
     "glm4_moe": _deepseek_v3,
     "kimi_linear": _deepseek_v3,
     "glm4_moe_lite": _deepseek_v3,

@@ -9,6 +9,7 @@
 | Jamba, LFM2-MoE, in `feed_forward` | the first three |
 | Nemotron-H | `experts.0.up_proj`, `down_proj`, or `experts.up_proj` and `experts.down_proj` of all; `fc1_latent_proj`, `fc2_latent_proj` |
 | Llama 4, in `feed_forward` | `experts.gate_up_proj` `[N, E, 2 F]`, all gates and then all ups; `experts.down_proj` `[N, F, E]` |
+| Gemma 4, beside an `mlp` | as transformers, once loaded; `router.proj`, `router.scale`, `router.per_expert_scale`, `pre_feedforward_layernorm_2` |
 | GPT-OSS | `experts.gate_up_proj` `[N, E, 2 F]`, gate and up in turn; `experts.down_proj` `[N, F, E]`; `*_bias` |
 
 The router is `gate` or `router`, the expert of all tokens `shared_expert` or `shared_experts`.
@@ -60,7 +61,11 @@ def _router(router: Any, weights: Weights, name: str) -> Any:
         other = "expert_bias" if weights.has("expert_bias") else kept
         at = weights if weights.has(other) else weights.at(name)
         new[kept] = at.take(other, bias.shape, bias.dtype)
-    return fill_fields(replaced(router, new), weights.at(name), skip=tuple(new))
+    renamed = {}
+    if router.norm is not None:  # Gemma 4
+        new["norm"] = fill(router.norm, weights.at("pre_feedforward_layernorm_2"))
+        renamed = {"weight": "proj.weight", "expert_scale": "per_expert_scale"}
+    return fill_fields(replaced(router, new), weights.at(name), renamed, skip=tuple(new))
 
 
 def experts(module: Any, weights: Weights) -> Any:

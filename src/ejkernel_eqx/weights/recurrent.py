@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from .fill import fill, fill_fields, replaced
+from .quantised.values import rows_of, rows_together
 from .view import Weights
 
 
@@ -78,27 +79,24 @@ def gated_delta_net(layer: Any, weights: Weights) -> Any:
     heads, features = layer.num_k_heads, layer.embed_dim
     key_dim, value_dim = heads * layer.head_dim, layer.num_v_heads * layer.v_head_dim
 
-    def take(name: str, rows: int, like: Any) -> Array:
-        return weights.take(f"{name}.weight", (rows, features), like.weight.dtype)
-
-    def grouped(*parts: Array) -> Array:
-        """Each key head's rows of all parts, one part after the other."""
-        rows = jnp.concatenate([part.reshape(heads, -1, features) for part in parts], axis=1)
-        return rows.reshape(-1, features)
-
-    sizes = (key_dim, key_dim, value_dim)
+    dtype, wide, rows = layer.in_proj_qkvz.weight.dtype, 2 * key_dim, layer.num_v_heads
     if apart:
-        names = zip(("q_proj", "k_proj", "v_proj"), sizes)
-        qkv = [take(name, size, layer.in_proj_qkvz) for name, size in names]
+        sizes, names = (key_dim, key_dim, value_dim), ("q_proj", "k_proj", "v_proj")
+        parts = [
+            weights.take_matrix(f"{name}.weight", (size, features), dtype) for name, size in zip(names, sizes)
+        ]
     else:
-        both = take("in_proj_qkv", 2 * key_dim + value_dim, layer.in_proj_qkvz)
-        qkv = jnp.split(both, [key_dim, 2 * key_dim])
-    z = take("g_proj" if apart else "in_proj_z", value_dim, layer.in_proj_qkvz)
+        qkv = weights.take_matrix("in_proj_qkv.weight", (wide + value_dim, features), dtype)
+        parts = [rows_of(qkv, part) for part in (slice(key_dim), slice(key_dim, wide), slice(wide, None))]
+    z = weights.take_matrix(f"{'g_proj' if apart else 'in_proj_z'}.weight", (value_dim, features), dtype)
+    # So few rows that they are floats, also of a quantised checkpoint.
     names = ("b_proj", "a_proj") if apart else ("in_proj_b", "in_proj_a")
-    b, a = (take(name, layer.num_v_heads, layer.in_proj_ba) for name in names)
+    b, a = (weights.take(f"{name}.weight", (rows, features), dtype) for name in names)
+    name = f"{weights.prefix}in_proj_qkv.weight"
+    qkvz, ba = rows_together([*parts, z], heads, name), rows_together([b, a], heads, name)
     new = {
-        "in_proj_qkvz": replaced(layer.in_proj_qkvz, {"weight": grouped(*qkv, z)}),
-        "in_proj_ba": replaced(layer.in_proj_ba, {"weight": grouped(b, a)}),
+        "in_proj_qkvz": replaced(layer.in_proj_qkvz, {"weight": qkvz}),
+        "in_proj_ba": replaced(layer.in_proj_ba, {"weight": ba}),
     }
     if weights.has("q_conv1d.weight"):
         # Wherever it was cut: `transformers` saves three parts of nearly the same size.

@@ -107,7 +107,8 @@ def _moved(x: Array, axes: Names) -> Array:
 
 
 def _spread_backward(axes: Names, saved: Any, cotangent: Array) -> Any:
-    return collected(axes, cotangent, saved).astype(cotangent.dtype), None
+    total: Any = collected(axes, cotangent, saved)
+    return total.astype(cotangent.dtype), None
 
 
 def _collected_backward(axes: Names, saved: Any, cotangent: Array) -> Any:

@@ -16,7 +16,7 @@ from ...dispatch import PlatformLike
 from ...weights.expert_configs import mixture_of_experts_options
 from ...weights.experts import mixture_of_experts
 from ..activations import check_activation
-from ..arguments import check_flags, check_tokens, read_array, read_sizes
+from ..arguments import check_eps, check_flags, check_tokens, read_array, read_sizes
 from ..parts import Parts
 from ..projection import project, promoted
 from ..published import Published
@@ -48,6 +48,7 @@ class MixtureOfExperts(Published):
     | Qwen3-Next | `"softmax"` | yes | `shared_dim`, `shared_gate=True` |
     | GPT-OSS | `"top_k_softmax"` | | `activation="clamped_swiglu"`, `use_bias=True`, `use_router_bias=True` |
     | DeepSeek-V2 | `"softmax"` | no | `num_groups`, `top_k_groups`, `group_score="max"`, `scaling_factor`, `shared_dim` |
+    | Gemma 4 | `"softmax"` | yes | `activation="gelu_tanh"`, `norm_eps` |
     | Llama 4 | `"sigmoid"` | no | `top_k=1`, `scale_inputs=True`, `shared_dim` |
     | Jamba | `"softmax"` | no | |
     | LFM2 | `"sigmoid"` | `norm_topk_prob` | `use_correction_bias=True`, `scaling_factor` |
@@ -90,6 +91,7 @@ class MixtureOfExperts(Published):
         scale_inputs: bool = False,
         use_router_bias: bool = False,
         use_correction_bias: bool = False,
+        norm_eps: float | None = None,
         activation: str = "silu",
         gated: bool = True,
         latent_dim: int | None = None,
@@ -118,6 +120,9 @@ class MixtureOfExperts(Published):
         - `use_correction_bias`: whether experts are ranked with a bias, `gate.e_score_correction_bias`, added to their
             scores. It does not enter their weights, and no gradient reaches it.
             [`update_correction_bias`][ejkernel_eqx.nn.update_correction_bias] balances experts by it.
+        - `norm_eps`: with it, tokens are divided by their root mean square, to whose square it is added, twice: for the router, times a learned
+            `gate.scale` $/ \sqrt{E}$, and for the experts, times `gate.norm.weight`. The weight of each expert is multiplied by a learned
+            `gate.expert_scale` (Gemma 4). Default: none of these.
         - `activation`: $f$, as in [`ejkernel_eqx.models.MLPConfig`][], also of the shared expert.
         - `gated`: whether experts have a gate; without, $E_i(x) = W^{(i)}_{down} f(W^{(i)}_{up} x)$, where $f$ may also be `"relu2"`.
         - `latent_dim`: the width in which the experts compute, but for the shared one: tokens are projected there for all experts, and the weighted
@@ -155,7 +160,10 @@ class MixtureOfExperts(Published):
         groups |= {"scale_inputs": scale_inputs}
         choice = Choice(num_experts, top_k, scoring, normalize, scaling_factor, **groups)
         parts = Parts(key, 4, dtype, compute_dtype)
-        biases = {"use_bias": use_router_bias, "use_correction_bias": use_correction_bias}
+        if norm_eps is not None:
+            check_eps(norm_eps=norm_eps)
+        biases: Any = {"use_bias": use_router_bias, "use_correction_bias": use_correction_bias}
+        biases |= {"norm_eps": norm_eps}
         self.gate = Router(embed_dim, choice, **biases, dtype=parts.dtype, key=parts.key())
         shared: Any = {"activation": activation, "dtype": parts.dtype}
         options: Any = {"use_bias": use_bias, "platform": platform, "gated": gated, **shared}

@@ -246,7 +246,7 @@ def _local(split: _Split, layer: Any, x: Array, real: Array | None) -> tuple[Arr
         first = lax.axis_index(split.hidden) == 0  # each bias is added once
         bias = jnp.where(first, experts.down_proj_bias, jnp.zeros_like(experts.down_proj_bias))
         experts = eqx.tree_at(lambda e: e.down_proj_bias, experts, bias)
-    inputs, weights = experts.entering(x), routing.weights
+    inputs, weights = experts.entering(router.for_experts(x)), routing.weights
     if router.choice.scale_inputs:
         inputs, weights = (inputs * weights).astype(x.dtype), jnp.ones_like(weights)
     inputs, weights = inputs.reshape(-1, inputs.shape[-1]), weights.reshape(-1, top_k)
@@ -294,7 +294,7 @@ def _by_token(split: _Split, experts: Any, x: Array, numbers: Array, weights: Ar
     largest = lambda number: lax.pmax(match_varying_over(number, split.everywhere), split.everywhere)
 
     def sums(route: Any, experts: Any, x: Array, weights: Array) -> Array:
-        given = [spread(axes, a, route) for a in (x, numbers + 1, weights)]
+        given: list[Any] = [spread(axes, a, route) for a in (x, numbers + 1, weights)]
         x, there, weights = (a.reshape(-1, a.shape[-1]) for a in given)
         there = there - 1 - me * mine  # 0 was sent for none
         local = jnp.where((there >= 0) & (there < mine), there, mine)

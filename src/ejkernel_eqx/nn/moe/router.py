@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ..._broadcast import like
 from ..._signatures import Module
 from ...core.arguments import accumulator
+from ..few_rows import normed
 from ..initial import uniform
 from ..projection import product, promoted
 from .routing import Choice, choose, Routing
@@ -24,6 +26,9 @@ class Router(Module):
     weight: Array  # [N, E]
     bias: Array | None  # [N]
     e_score_correction_bias: Array | None  # [N], at least float32; no gradient reaches it
+    norm: eqx.nn.RMSNorm | None  # [E], of what the experts receive
+    scale: Array | None  # [E]
+    expert_scale: Array | None  # [N]
     choice: Choice = eqx.field(static=True)
 
     def __init__(
@@ -33,6 +38,7 @@ class Router(Module):
         *,
         use_bias: bool,
         use_correction_bias: bool,
+        norm_eps: float | None,
         dtype: Any,
         key: Array,
     ):
@@ -41,11 +47,27 @@ class Router(Module):
         self.bias = jnp.zeros(choice.num_experts, dtype) if use_bias else None
         wide = accumulator(jnp.dtype(dtype))
         self.e_score_correction_bias = jnp.zeros(choice.num_experts, wide) if use_correction_bias else None
+        self.norm = self.scale = self.expert_scale = None
+        if norm_eps is not None:
+            self.norm = eqx.nn.RMSNorm(embed_dim, norm_eps, use_bias=False, dtype=wide)
+            self.scale, self.expert_scale = jnp.ones(embed_dim, wide), jnp.ones(choice.num_experts, wide)
         self.choice = choice
+
+    def for_experts(self, x: Array) -> Array:
+        """What the experts receive of tokens `[..., E]`."""
+        return normed(self.norm, x)
 
     def __call__(self, x: Array) -> Routing:
         """The routing of tokens `[..., E]`."""
         wide = accumulator(promoted(x, self.weight))
+        x = x.astype(wide)
+        if self.norm is not None and self.scale is not None:
+            mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.norm.eps
+            x = x * jax.lax.rsqrt(mean_square) * like(self.scale.astype(wide), x) / math.sqrt(x.shape[-1])
         with jax.default_matmul_precision("highest"):
-            logits = product(x.astype(wide), self.weight, self.bias)
-        return choose(logits, self.choice, self.e_score_correction_bias)
+            logits = product(x, self.weight, self.bias)
+        routing = choose(logits, self.choice, self.e_score_correction_bias)
+        if self.expert_scale is None:
+            return routing
+        scales = self.expert_scale.astype(wide)[routing.indices]
+        return routing._replace(weights=routing.weights * scales)

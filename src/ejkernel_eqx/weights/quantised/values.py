@@ -32,6 +32,29 @@ def rows_of(x: Any, rows: slice) -> Any:
     return dataclasses.replace(x, **parts)
 
 
+def rows_together(parts: Sequence[Any], groups: int, name: str) -> Any:
+    """Matrices `[rows, in]` as one that has, of each of so many groups, the rows of all parts, one part after the other."""
+    first = parts[0]
+    if not any(map(is_quantised, parts)):
+        rows = [part.reshape(groups, -1, part.shape[-1]) for part in parts]
+        return jnp.concatenate(rows, axis=1).reshape(-1, first.shape[-1])
+    for part in parts:
+        check_alike(first, part, name)
+        block, each = part.format.block[0], part.shape[0] // groups
+        if not block or each % block or part.tensor_scale is not None:
+            raise CheckpointError(
+                f"{name!r} and others are one projection here, in the order of its heads: expected the {each} rows of a head to have scales of "
+                f"their own, received {part.format}. {DEQUANTISE}"
+            )
+    size = [part.shape[0] // groups for part in parts]
+    pieces = [
+        rows_of(part, slice(group * n, (group + 1) * n))
+        for group in range(groups)
+        for part, n in zip(parts, size)
+    ]
+    return jax.tree.map(lambda *each: jnp.concatenate(each, axis=-2), *pieces)
+
+
 def turned(x: Any) -> Any:
     """Matrices `[..., in, out]` as `[..., out, in]`; quantised ones already have their codes in this order."""
     return x.T if is_quantised(x) else x.swapaxes(-1, -2)

@@ -1,0 +1,17 @@
+"""What a layer takes besides the tokens."""
+
+from typing import Any, NamedTuple
+
+from jax import Array
+
+
+class LayerInputs(NamedTuple):
+    """Of one layer. Of a stack: `embedding [repetitions, layers of the pattern, ..., T, P]`, and the `keys` of the layers before it."""
+
+    embedding: Array | None = None
+    keys: Any = None
+
+    def of(self, place: int, source: int | None) -> "LayerInputs":
+        """Those of a layer of the pattern, which reads the keys of the layer `source`."""
+        embedding = None if self.embedding is None else self.embedding[place]
+        return LayerInputs(embedding, None if source is None else self.keys[source])
