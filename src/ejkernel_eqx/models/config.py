@@ -177,6 +177,7 @@ class DecoderConfig:
     - `logits_scale`: what logits are multiplied by (Granite, Cohere).
     - `norm_type`: `"rms"`; `"layer"` for layer norms, which subtract the mean; `"layer_without_bias"` (Cohere).
     - `head_bias`: whether the head, where it is not the embedding, has a bias (Phi-2).
+    - `published`: the `config.json` that it was read from, if any, as text; for `save_pretrained` only, and left out of comparisons.
     """
 
     vocab_size: int
@@ -191,6 +192,7 @@ class DecoderConfig:
     logits_scale: float = 1.0
     norm_type: NormType = "rms"
     head_bias: bool = False
+    published: str | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self):
         check_sizes(vocab_size=self.vocab_size, embed_dim=self.embed_dim)

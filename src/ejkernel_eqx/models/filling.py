@@ -1,7 +1,7 @@
 """The places of the arrays of a published model in a decoder."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -50,21 +50,49 @@ _GLM4_NORMS = (
 )
 
 
-def filled_decoder(model: Any, weights: Any) -> Any:
-    """The model with published weights, read a layer at a time."""
+class _Outer(NamedTuple):
+    """What is beside the layers, each as the view and the name of it."""
+
+    views: list[Any]
+    """Of all that may hold the head."""
+    body: Any
+    """That of the layers."""
+    embedding: str
+    norm: Any
+    head: Any
+
+
+def _outer(model: Any, weights: Any) -> _Outer:
     embedding_of = lambda view: next((name for name in _EMBEDDINGS if view.has(name)), None)
     views = [weights, *(weights.at(root) for root in _ROOTS)]
     body = next((view for view in views if embedding_of(view)), weights.at("model"))
     body.unit_offset_norms = model.config.unit_offset_norms
+    places = ((view, name) for view in views for name in _HEADS if view.has(f"{name}.weight"))
+    above, head = next(places, (weights, "lm_head"))
+    norm = body.at(_first(body, _FINAL_NORMS))
+    return _Outer(views, body, embedding_of(body) or _EMBEDDINGS[0], norm, above.at(head))
+
+
+def parts_of(model: Any, weights: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """The parts of a model one after the other, each with the function that fills it and its view of the published arrays."""
+    outer = _outer(model, weights)
+    yield model.embedding, lambda like, view: view.take(outer.embedding, like.shape, like.dtype), outer.body
+    for index in range(model.num_layers):
+        yield model.layer(index), _filled_layer, outer.body.at(f"layers.{index}")
+    yield model.norm, fill, outer.norm
+    if model.head is not None:
+        yield model.head, fill, outer.head
+
+
+def filled_decoder(model: Any, weights: Any) -> Any:
+    """The model with published weights, read a layer at a time."""
+    views, body, name, norms, heads = _outer(model, weights)
     table = model.embedding
-    name = embedding_of(body) or _EMBEDDINGS[0]
     embedding = placed_as(body.take(name, table.shape, table.dtype), table)
-    norm = fill(model.norm, body.at(_first(body, _FINAL_NORMS)))
+    norm = fill(model.norm, norms)
     head = model.head
     if head is not None:
-        places = ((view, name) for view in views for name in _HEADS if view.has(f"{name}.weight"))
-        above, name = next(places, (weights, "lm_head"))
-        head = fill(head, above.at(name))
+        head = fill(head, heads)
     else:
         for view in views:
             _check_tied(view, embedding)

@@ -1,6 +1,7 @@
 """Published models as decoders and encoders: what their `config.json` means here."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -222,7 +223,13 @@ def _body(whole: Entries, entries: Entries) -> DecoderConfig:
         logits_scale=entries.get("logit_scale", 1 / entries.get("logits_scaling", 1.0)),
         norm_type=family.norm_type,
         head_bias=kind == "phi",
+        published=json.dumps(dict(config), skipkeys=True, default=_plain),
     )
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has, for a value that it does not have."""
+    return dict(value) if isinstance(value, Mapping) else getattr(value, "item", value.__str__)()
 
 
 def _check_needed(config: Entries, family: _Family) -> None:
