@@ -59,6 +59,7 @@ def test_transformers_reads_it(kind, tmp_path):
     assert error_of(logits, GOLDEN[kind]) < 1e-5
 
 
+@pytest.mark.slow
 def test_shards_have_an_index_and_nothing_half_written_stays(tmp_path, monkeypatch):
     model = made("mistral", tmp_path)
     ejx.models.save_pretrained(model, tmp_path / "out", max_shard_bytes=20_000)

@@ -51,6 +51,7 @@ def test_strings_are_continued(folder, capsys, monkeypatch):
     assert capsys.readouterr().out == "\n".join([*expected, "bye"]) + "\n"
 
 
+@pytest.mark.slow
 def test_a_chat_has_a_history(folder, capsys, monkeypatch):
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     monkeypatch.setattr("sys.stdin", io.StringIO("!!\n##\n/new\n%%\n"))

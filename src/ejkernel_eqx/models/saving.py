@@ -5,8 +5,8 @@ import dataclasses
 import json
 import os
 import pathlib
-import secrets
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -227,16 +227,14 @@ def _adapters(model: Decoder, source: Source, base: str) -> tuple[dict[str, np.n
 @contextlib.contextmanager
 def _new_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
     """A folder that takes its name when the block ends, and is removed if the block fails."""
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(suffix=".tmp", prefix=f".{target.name}.", dir=target.parent) as around:
+        folder = pathlib.Path(around) / target.name
+        folder.mkdir()
+        yield folder
         if target.exists():
             target.rmdir()  # it is empty
-        temporary.rename(target)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        folder.rename(target)
 
 
 def _write(path: pathlib.Path, content: Mapping[str, Any]) -> None:
