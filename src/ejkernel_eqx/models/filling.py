@@ -78,7 +78,7 @@ def parts_of(model: Any, weights: Any) -> Iterator[tuple[Any, Any, Any]]:
     outer = _outer(model, weights)
     yield model.embedding, lambda like, view: view.take(outer.embedding, like.shape, like.dtype), outer.body
     for index in range(model.num_layers):
-        yield model.layer(index), _filled_layer, outer.body.at(f"layers.{index}")
+        yield model.layer(index), filled_layer, outer.body.at(f"layers.{index}")
     yield model.norm, fill, outer.norm
     if model.head is not None:
         yield model.head, fill, outer.head

@@ -173,7 +173,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
             f"model_type: expected a decoder, received {entries['model_type']!r}, an encoder, whose tokens see later ones. encoder_config reads it; "
             "from_pretrained and from_config make an Encoder of it."
         )
-    return _body(whole, entries)
+    return dataclasses.replace(_body(whole, entries), published=_as_text(config))
 
 
 def encoder_config(config: Mapping[str, Any]) -> EncoderConfig:
@@ -223,8 +223,15 @@ def _body(whole: Entries, entries: Entries) -> DecoderConfig:
         logits_scale=entries.get("logit_scale", 1 / entries.get("logits_scaling", 1.0)),
         norm_type=family.norm_type,
         head_bias=kind == "phi",
-        published=json.dumps(dict(config), skipkeys=True, default=_plain),
     )
+
+
+def _as_text(config: Mapping[str, Any]) -> str | None:
+    """The configuration as JSON; `None` for one that JSON cannot hold, which can be read and not be saved."""
+    try:
+        return json.dumps(dict(config), skipkeys=True, default=_plain)
+    except (RecursionError, TypeError, ValueError):
+        return None
 
 
 def _plain(value: Any) -> Any:
