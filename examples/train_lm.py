@@ -341,7 +341,8 @@ def make_steps(args: argparse.Namespace):
         loss_of = lambda parameters: loss_with_parts(eqx.combine(parameters, frozen), tokens, args)
         (_, loss), grads = eqx.filter_value_and_grad(loss_of, has_aux=True)(parameters)
         updates, optimiser_state = optimiser.update(grads, optimiser_state, parameters)
-        return eqx.combine(eqx.apply_updates(parameters, updates), frozen), optimiser_state, loss
+        model = eqx.combine(eqx.apply_updates(parameters, updates), frozen)
+        return model, optimiser_state, (loss, optax.tree.norm(grads))
 
     @eqx.filter_jit
     def validation_loss(model, batches):
@@ -449,19 +450,30 @@ def interruptible() -> Iterator[list[int]]:
 
 
 class Metrics:
-    """Rows of step, training loss and, if computed, validation loss, stored on disk."""
+    """Rows of step, training loss, norm of the gradient and, if computed, validation loss, stored on disk."""
+
+    COLUMNS = ("step", "loss", "gradient_norm", "validation_loss")
 
     def __init__(self, path: pathlib.Path, first_step: int):
         self.path = path
-        self.rows: list[tuple[int, float, float | None]] = []
+        self.rows: list[tuple[int, float, float | None, float | None]] = []
         if first_step and path.exists():
+            number = lambda row, name: float(row[name]) if row.get(name) else None
             with path.open(newline="") as file:
-                rows = [(int(a), float(b), float(c) if c else None) for a, b, c in list(csv.reader(file))[1:]]
-            self.rows = [row for row in rows if row[0] <= first_step]
+                self.rows = [
+                    (int(row["step"]), float(row["loss"]), *(number(row, name) for name in self.COLUMNS[2:]))
+                    for row in csv.DictReader(file)
+                    if int(row["step"]) <= first_step
+                ]
+
+    def add(self, steps: list[tuple[int, tuple[Array, Array]]], validation: float | None = None) -> None:
+        """What steps returned; `validation` belongs to the last of them."""
+        self.rows += [(step, float(loss), float(norm), None) for step, (loss, norm) in steps]
+        self.rows[-1] = (*self.rows[-1][:3], validation)
 
     def write(self) -> None:
         with self.path.open("w", newline="") as file:
-            csv.writer(file).writerows([("step", "loss", "validation_loss"), *self.rows])
+            csv.writer(file).writerows([self.COLUMNS, *self.rows])
 
     def plot(self, path: pathlib.Path) -> None:
         import matplotlib
@@ -469,14 +481,17 @@ class Metrics:
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
 
-        steps, losses, _ = zip(*self.rows)
-        held_out = [(step, value) for step, _, value in self.rows if value is not None]
-        figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-        axes.plot(steps, losses, linewidth=1, label="training")
-        axes.plot(*zip(*held_out), marker="o", label="validation")
-        axes.set(xlabel="step", ylabel="loss (nats per token)", title="Language model")
-        axes.grid(alpha=0.3)
-        axes.legend()
+        steps, losses, norms, _ = zip(*self.rows)
+        held_out = [(step, value) for step, *_, value in self.rows if value is not None]
+        figure, (above, below) = plt.subplots(2, 1, figsize=(7, 6), sharex=True, layout="constrained")
+        above.plot(steps, losses, linewidth=1, label="training")
+        above.plot(*zip(*held_out), marker="o", label="validation")
+        above.set(ylabel="loss (nats per token)", title="Language model")
+        above.legend()
+        below.plot(steps, [np.nan if norm is None else norm for norm in norms], linewidth=1)
+        below.set(xlabel="step", ylabel="norm of the gradient")
+        for axes in (above, below):
+            axes.grid(alpha=0.3)
         figure.savefig(path, dpi=120)
         plt.close(figure)
 
@@ -487,7 +502,7 @@ def train(
     """Trains until `args.steps` and writes checkpoints; returns False if interrupted."""
     train_step, validation_loss = make_steps(args)
     held_out = np.stack([batch_at(validation_data, i, args) for i in range(VALIDATION_BATCHES)])
-    metrics = Metrics(args.out_dir / "metrics.csv", state.step)
+    metrics = Metrics(args.log / "metrics.csv", state.step)
     model, optimiser_state, step = state
     on_devices = lambda batch: batch
     if args.mesh is not None:
@@ -497,28 +512,28 @@ def train(
         optimiser_state, model = (meshes.place(tree, model, mesh) for tree in (optimiser_state, model))
         held_out = on_devices(held_out)
     waiting: list[
-        tuple[int, Array]
-    ] = []  # losses not yet fetched, so that the device does not wait for the host
+        tuple[int, tuple[Array, Array]]
+    ] = []  # losses and norms not yet fetched, so that the device does not wait for the host
     # On a terminal only: in a file, every update of a bar would be one more line.
     bar = tqdm(total=args.steps, initial=step, unit="step", desc="training", dynamic_ncols=True, disable=None)
     speed_from = (time.perf_counter(), step)
     with interruptible() as interrupts, bar:
         while step < args.steps and not interrupts:
-            model, optimiser_state, loss = train_step(
+            model, optimiser_state, measured = train_step(
                 model, optimiser_state, on_devices(batch_at(train_data, step, args))
             )
             step += 1
-            waiting.append((step, loss))
+            waiting.append((step, measured))
             bar.update()
             if step % args.validate_every == 0 or step == args.steps or interrupts:
                 value = float(validation_loss(model, held_out))
-                metrics.rows += [(s, float(x), None) for s, x in waiting[:-1]] + [(step, float(loss), value)]
+                metrics.add(waiting, value)
                 waiting.clear()
                 bar.write(
                     f"step {step}: training loss {metrics.rows[-1][1]:.3f}, validation loss {value:.3f}"
                 )
             if len(waiting) >= 10:
-                metrics.rows += [(s, float(x), None) for s, x in waiting]
+                metrics.add(waiting)
                 waiting.clear()
             if metrics.rows and not waiting:
                 now = time.perf_counter()
@@ -532,7 +547,7 @@ def train(
                     args.out_dir / "checkpoint.ejx", TrainState(model, optimiser_state, step), args
                 )
                 metrics.write()
-    metrics.plot(args.out_dir / "loss.png")
+    metrics.plot(args.log / "loss.png")
     return step == args.steps
 
 
@@ -586,6 +601,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--data", type=pathlib.Path, help="a file or folder of text (default: Python's standard library)")
     add("--out-dir", type=pathlib.Path, default=pathlib.Path("runs/train_lm"))
+    add(
+        "--log",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="folder of metrics.csv and loss.png (default: --out-dir)",
+    )
     add("--resume", action="store_true", help="continue from the checkpoint in --out-dir")
     for name in ("steps", "batch-size", "seq-len", "embed-dim", "num-layers", "num-heads", "num-kv-heads"):
         add(f"--{name}", type=int, help="default by device")
@@ -630,6 +651,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--temperature", type=float, default=0.7, help="0 takes the most likely byte")
     add("--top-k", type=int, default=40)
     args = parser.parse_args(argv)
+    args.log = args.out_dir if args.log is None else args.log
     args.dtype = None if args.dtype == "auto" else args.dtype
     if args.lora < 0 or (args.lora and args.model is None):
         raise UsageError(
@@ -719,7 +741,8 @@ def run(args: argparse.Namespace) -> int:
         state = load_checkpoint(checkpoint, args) if args.resume else new_state(args, architecture_of(args))
     except ValueError as error:  # from our checks of heads, sizes and the file
         raise UsageError(str(error)) from error
-    args.out_dir.mkdir(parents=True, exist_ok=True)
+    for folder in (args.out_dir, args.log):
+        folder.mkdir(parents=True, exist_ok=True)
     vocabulary = keep_vocabulary(args)
     train_data, validation_data = load_data(args.data, args.seq_len, vocabulary)
     count = sum(x.size for x in jax.tree.leaves(eqx.filter(state.model, trained(state.model))))

@@ -35,7 +35,7 @@ def test_everything_is_listed(run_json, run):
     assert {POLICY_VARIABLE, CACHE_DIR.name} <= {variable.name for variable in ejx.env()}
     assert document["policy"] == "cached"
     assert document["device"]["fingerprint"] == ejx.device_fingerprint()
-    code, text, _ = run("doctor")
+    code, text, _ = run("doctor", "--all")
     assert code == output.OK and text.rstrip().endswith("no problems found")
     for said in ("flash_attention", "needs a GPU", CACHE_DIR.name, POLICY_VARIABLE, "equinox"):
         assert said in text
@@ -44,6 +44,7 @@ def test_everything_is_listed(run_json, run):
 def test_on_a_tpu_it_names_what_to_run_first(run, monkeypatch):
     monkeypatch.setattr(doctor, "this_device", lambda: DeviceFacts(Backend.TPU, "TPU v5 lite"))
     _, text, _ = run("doctor")
+    assert re.match(r".*Pallas and XLA usable on TPU v5 lite; Triton: needs a GPU.*\n", text)
     assert "never run on a TPU" in text and "python -m pytest -m tpu -n 0" in text
     assert ("libtpu", importlib.util.find_spec("libtpu") is None) in [
         (name, version is None) for name, version in doctor.versions().items()
@@ -64,6 +65,8 @@ def test_a_folder_that_takes_no_files_is_wrong(run, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(CACHE_DIR.name, str(tmp_path / "file" / "cache"))
     code, text, _ = run("doctor")
+    assert code == output.FAILED and len(text.splitlines()) == 2 and "cannot be written" in text
+    code, text, _ = run("doctor", "--all")
     assert code == output.FAILED
     assert "NOT writable" in text and "PROBLEMS" in text
     assert f"{tmp_path / 'file' / 'cache'} cannot be written" in text

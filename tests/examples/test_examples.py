@@ -12,6 +12,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
@@ -153,6 +154,33 @@ def test_interrupting_saves_a_checkpoint(tmp_path, text):
     assert process.returncode == 130, err[-4000:]
     assert "Interrupted" in out and "--resume" in out and "Traceback" not in err
     assert len(losses_of(folder)) >= 10
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_the_same_bit_for_bit(examples, train_lm, tmp_path, text, monkeypatch, capsys):
+    """Eight steps at once, and three steps, Ctrl-C, and the other five: the same weights, optimiser and records."""
+    options = ["--data", text, *SMALL, "--num-layers", 1, "--steps", 8]
+    folders = [tmp_path / name for name in ("whole", "parts")]
+    assert examples.train(*options, "--out-dir", folders[0]) == 0
+    batch_at, log = train_lm.batch_at, tmp_path / "log"
+
+    def interrupted(data, step, args):
+        if step == 2 and len(data) > 5000:  # the third step of training
+            signal.raise_signal(signal.SIGINT)
+        return batch_at(data, step, args)
+
+    monkeypatch.setattr(train_lm, "batch_at", interrupted)
+    assert examples.train(*options, "--out-dir", folders[1], "--log", log) == 130
+    assert len(losses_of(log)) == 3 and "Interrupted" in capsys.readouterr().out
+    monkeypatch.setattr(train_lm, "batch_at", batch_at)
+    assert examples.train(*options, "--out-dir", folders[1], "--log", log, "--resume") == 0
+    assert losses_of(log) == losses_of(folders[0]) and (log / "loss.png").is_file()
+    states = []
+    for folder in folders:
+        args = train_lm.parse([*map(str, options), "--out-dir", str(folder)])
+        states.append(train_lm.load_checkpoint(folder / "checkpoint.ejx", args))
+    leaves = [jax.tree.leaves(eqx.filter(state, eqx.is_array)) for state in states]
+    assert len(leaves[0]) == len(leaves[1]) > 10 and all(map(np.array_equal, *leaves))
 
 
 @pytest.mark.slow

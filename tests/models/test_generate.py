@@ -143,7 +143,7 @@ HOLES = jnp.asarray([[True, False, True]])
         ("def", {}, "prompts: expected integers .* received str 'def'; a tokenizer"),
         ([], {}, r"prompts: expected integers .* received list \[\]; tokens are integers"),
         ([1, 2, 3], {}, "prompts: expected a list of tokens for each text"),
-        (["hello"], {}, r"received str 'hello' as prompts\[0\]; a tokenizer makes tokens of texts"),
+        (["hello"], {}, r"received str 'hello' as prompts\[0\]; ejx.serving.text.TextModel takes texts"),
         ([[1], ["hello"]], {}, r"received str 'hello' in prompts\[1\]; a tokenizer"),
         ([[1, 1.5]], {}, r"received float 1.5 in prompts\[0\]; tokens are integers"),
         ([[1], [True]], {}, r"received bool True in prompts\[1\]"),

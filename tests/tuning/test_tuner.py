@@ -242,8 +242,11 @@ def test_inside_a_trace_it_is_an_error(no_clock):
     jax.lax.scan(lambda carry, x: (traced(carry), x), jnp.ones(()), jnp.ones(2))
 
 
-def test_a_bar_shows_how_far_it_is(timed, capsys):
+def test_a_bar_shows_how_far_it_is_on_a_terminal(timed, capsys, monkeypatch):
     tune(options=dataclasses.replace(QUICK, progress=True))
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    tune(options=dataclasses.replace(QUICK, progress=True), force=True)
     assert toy.OPERATION in capsys.readouterr().err
     tune(options=dataclasses.replace(QUICK, progress=False), force=True)
     assert capsys.readouterr().err == ""

@@ -31,13 +31,22 @@ from ..launch.triton_call import triton_unavailable
 from .output import count, FAILED, OK, Outcome, pairs, section, table
 from .problems import this_device
 
-HELP = """If it finds a problem, the exit code is 1.
+HELP = """The first line says which platforms the device can use. If it finds a problem, the exit code is 1.
 
-example:
+examples:
+  python -m ejkernel_eqx doctor --all
   python -m ejkernel_eqx doctor --json
 """
 _PACKAGES = ("ejkernel-eqx", "jax", "jaxlib", "equinox", "optax", "triton", "jax-triton", "libtpu")
 _TABLES = ("tuned", "shipped", "borrowed")
+
+
+_SHOWN = {Platform.TRITON: "Triton", Platform.CUDA: "cuDNN", Platform.PALLAS: "Pallas", Platform.XLA: "XLA"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    everything = "also the platforms of each operation, versions, tables and environment variables"
+    parser.add_argument("--all", action="store_true", help=everything)
 
 
 def run(options: argparse.Namespace) -> Outcome:
@@ -59,7 +68,8 @@ def run(options: argparse.Namespace) -> Outcome:
         "notes": _notes(device),
         "problems": problems,
     }
-    return Outcome(document, lambda: _text(document), FAILED if problems else OK)
+    text = _text if options.all else _short_text
+    return Outcome(document, lambda: text(document), FAILED if problems else OK)
 
 
 def _notes(device: DeviceFacts | None) -> list[str]:
@@ -182,6 +192,29 @@ def _environment(problems: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
+def summary(document: dict[str, Any]) -> str:
+    """One line: the platforms that some operation can use on this device, and of the others why not."""
+    device, rows = document["device"], [row for known in document["operations"].values() for row in known]
+    if device is None:
+        return "no device"
+    usable, unusable = [], []
+    for platform, shown in _SHOWN.items():
+        here = [row for row in rows if row["platform"] == platform.value]
+        if any(row["usable"] and not row["by_name_only"] for row in here):
+            usable.append(shown)
+        elif reason := next((row["reason"] for row in here if row["reason"]), None):
+            unusable.append(f"{shown}: {reason.partition(',')[0]}")
+    *several, last = usable
+    names = f"{', '.join(several)} and {last}" if several else last
+    return "; ".join([f"{names} usable on {device['kind']}", *unusable])
+
+
+def _short_text(document: dict[str, Any]) -> str:
+    more = "" if document["problems"] else "no problems found; --all shows more"
+    parts = [*document["notes"], *(f"PROBLEM: {problem}" for problem in document["problems"]), more]
+    return "\n".join([summary(document), *filter(None, parts)])
+
+
 def _text(document: dict[str, Any]) -> str:
     variables = [
         (row["name"], row["text"] or "-", row["value"] or "-", row["description"])
@@ -191,6 +224,7 @@ def _text(document: dict[str, Any]) -> str:
     problems = document["problems"]
     return "\n\n".join(
         (
+            summary(document),
             section("device", _device_text(document["device"])),
             section("versions", pairs(_versions_text(document["versions"]), 13)),
             section("operations", _operations_text(document["operations"])),

@@ -12,10 +12,10 @@ import jax
 
 from .. import __version__
 from .._errors import EjkernelError
-from . import bench, cache, doctor, report, serve, tune
+from . import bench, cache, doctor, generate, report, serve, tune
 from .output import FAILED, OK, Outcome, USAGE, UsageError, write_json
 
-_DESCRIPTION = """Shows which kernels this machine supports, tunes them, times them, and serves models with them.
+_DESCRIPTION = """Shows which kernels this machine supports, tunes them, times them, and runs models with them.
 
 examples:
   python -m ejkernel_eqx doctor
@@ -23,6 +23,7 @@ examples:
   python -m ejkernel_eqx bench flash_attention --shape B=4,T=4096,H=16,D=128 --flag causal
   python -m ejkernel_eqx cache list
   python -m ejkernel_eqx report tuning.html
+  python -m ejkernel_eqx chat path/to/Qwen3-0.6B
   python -m ejkernel_eqx serve path/to/Qwen3-0.6B
 
 exit codes: 0 success, 1 something is wrong or failed, 2 invalid command line
@@ -45,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     as_json = "--json" in typed
     try:
         options = parser().parse_args(typed)
+        options.stdout = sys.stderr if as_json else sys.stdout
         # Imported modules may print; only the result goes to standard output.
         with contextlib.redirect_stdout(sys.stderr):
             _import(options.imports)
@@ -90,17 +92,20 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"ejkernel-eqx {__version__}")
     commands = top.add_subparsers(metavar="COMMAND", required=True)
     add = _adder(commands)
-    add(
-        "doctor",
-        doctor.run,
-        "show devices, versions, usable platforms, tables, environment variables and problems",
-        doctor.HELP,
+    doctor.add_arguments(
+        add("doctor", doctor.run, "show the platforms that can be used here, and problems", doctor.HELP)
     )
     tune.add_arguments(
         add("tune", tune.run, "find the fastest correct configurations for problems", tune.HELP)
     )
     bench.add_arguments(add("bench", bench.run, "check and time every usable platform", bench.HELP))
     report.add_arguments(add("report", report.run, "write a page about all tuned problems", report.HELP))
+    generate.add_arguments(
+        add("generate", generate.run, "continue texts with a published model", generate.HELP)
+    )
+    generate.add_chat_arguments(
+        add("chat", generate.run_chat, "talk with a published model", generate.CHAT_HELP)
+    )
     serve.add_arguments(add("serve", serve.run, "serve a published model over HTTP", serve.HELP))
     kept = commands.add_parser("cache", help="manage tuned configurations: list, show, export, import, clear")
     cache.add_commands(_adder(kept.add_subparsers(metavar="COMMAND", required=True)))

@@ -1,8 +1,8 @@
 """The command `serve`: an HTTP server of a published model."""
 
 import argparse
-import pathlib
 
+from .generate import add_model_arguments, load_text_model
 from .output import Outcome, progress, UsageError, user_input
 
 HELP = """The folder holds config.json, safetensors, tokenizer.json and, for chats, a chat template. The server has OpenAI's form:
@@ -13,7 +13,7 @@ _SIZES = {"num_pages": 4096, "page_size": 16, "max_batch": 64, "step_tokens": 51
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("folder", type=pathlib.Path, help="of a published model")
+    add_model_arguments(command)
     add("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
     add("--port", type=int, default=8000, help="port (default: %(default)s)")
     add("--name", help="name of the model in requests (default: that of the folder)")
@@ -30,34 +30,27 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         default=0,
         help="looked up in each text and verified in a step (default: %(default)s)",
     )
-    add("--dtype", help="of the computation (default: that of the file)")
-    add("--quantise", metavar="KIND", help="round weights to int8, fp8, fp8-block, int4, mxfp4 or nvfp4")
-    add("--dequantise", action="store_true", help="quantised weights of the folder become floats")
     add("--kv-dtype", help="of the pages (default: that of the model)")
-    add("--platform", help="kernel platform (default: chosen by device)")
 
 
 def run(options: argparse.Namespace) -> Outcome:
     try:  # other commands start without all this
-        from .. import models, quantise
-        from ..serving import Engine, server, text
+        from .. import models
+        from ..serving import Engine, server
     except ImportError as error:
         raise UsageError(str(error)) from error
-    folder = options.folder
     with user_input():
-        tokenizer = text.Tokenizer(folder / "tokenizer.json")
-        template = text.ChatTemplate.from_folder(folder)
-        given = {name: getattr(options, name) for name in ("dtype", "platform", "dequantise")}
-        model = models.from_pretrained(folder, **given)
-        model = model if options.quantise is None else quantise(model, options.quantise)
+        loaded = load_text_model(options)
         drafts = options.num_draft_tokens
         speculate = models.Speculation(num_draft_tokens=drafts) if drafts else None
         sizes = {name: getattr(options, name) for name in _SIZES}
-        engine = Engine(model, kv_dtype=options.kv_dtype, speculate=speculate, **sizes)
+        engine = Engine(loaded.model, kv_dtype=options.kv_dtype, speculate=speculate, **sizes)
     engine.warm_up()
-    name = options.name or folder.resolve().name
+    name = options.name or options.folder.resolve().name
     progress(f"{name} at http://{options.host}:{options.port}/v1; Ctrl-C ends")
-    server.run(server.make_app(engine, tokenizer, template, name=name), options.host, options.port)
+    server.run(
+        server.make_app(engine, loaded.tokenizer, loaded.template, name=name), options.host, options.port
+    )
     numbers = {"tokens": engine.tokens_written, "steps": engine.steps}
     summary = f"{engine.tokens_written:,} tokens in {engine.steps:,} steps"
     if speculate is not None:

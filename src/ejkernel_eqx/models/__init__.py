@@ -15,6 +15,9 @@ from .generate import generate as generate
 from .generate import Generated as Generated
 from .layer import DecoderLayer as DecoderLayer
 from .layer import MLP as MLP
+from .lora import add_lora as add_lora
+from .lora import LoRA as LoRA
+from .lora import merge_lora as merge_lora
 from .mixers import MIXERS as MIXERS
 from .pooler import Pooler as Pooler
 from .pretrained import from_config as from_config
@@ -23,5 +26,6 @@ from .published import decoder_config as decoder_config
 from .published import encoder_config as encoder_config
 from .published import FAMILIES as FAMILIES
 from .sampling import Sampling as Sampling
+from .saving import save_pretrained as save_pretrained
 from .speculative import Speculation as Speculation
 from .stream import stream as stream

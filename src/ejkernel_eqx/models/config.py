@@ -194,6 +194,7 @@ class DecoderConfig:
     - `max_positions`: how many positions have an embedding, which is added to that of the token (GPT-2, OPT); default none. Tokens behind them
         have NaN.
     - `layer_embedding`: features of an embedding of the tokens for each layer, which is added behind the MLP (Gemma 4); default none.
+    - `published`: the `config.json` that it was read from, if any, as text; for `save_pretrained` only, and left out of comparisons.
     """
 
     vocab_size: int
@@ -210,6 +211,7 @@ class DecoderConfig:
     head_bias: bool = False
     layer_embedding: int | None = None
     max_positions: int | None = None
+    published: str | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self):
         check_sizes(vocab_size=self.vocab_size, embed_dim=self.embed_dim)

@@ -1,7 +1,7 @@
 """The places of the arrays of a published model in a decoder."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -23,6 +23,7 @@ _POSITIONS = ("wpe.weight", "embed_positions.weight")
 _FINAL_NORMS = ("norm", "norm_f", "final_layernorm", "final_layer_norm", "embedding_norm", "ln_f")
 _HEADS = ("lm_head", "embed_out")
 _MIXERS = ("self_attn", "linear_attn", "mixer", "attn", "mamba", "attention", "conv", "self_attention")
+_LAYERS = ("layers", "h")
 _NORM_FIELDS = ("mixer_norm", "mixer_out_norm", "mlp_norm", "mlp_out_norm")
 _NORM_NAMES = {
     "pre": ("input_layernorm", None, "post_attention_layernorm", None),
@@ -66,35 +67,73 @@ _GLM4_NORMS = (
 )
 
 
-def filled_decoder(model: Any, weights: Any) -> Any:
-    """The model with published weights, read a layer at a time."""
+class _Outer(NamedTuple):
+    """What is beside the layers, each as the view and the name of it."""
+
+    views: list[Any]
+    """Of all that may hold the head."""
+    body: Any
+    """That of the layers."""
+    embedding: str
+    norm: Any
+    head: Any
+
+
+def _outer(model: Any, weights: Any) -> _Outer:
     embedding_of = lambda view: next((name for name in _EMBEDDINGS if view.has(name)), None)
     views = [weights, *(weights.at(root) for root in _ROOTS)]
     body = next((view for view in views if embedding_of(view)), weights.at("model"))
     body.unit_offset_norms = model.config.unit_offset_norms
+    places = ((view, name) for view in views for name in _HEADS if view.has(f"{name}.weight"))
+    above, head = next(places, (weights, "lm_head"))
+    norm = body.at(_first(body, _FINAL_NORMS))
+    return _Outer(views, body, embedding_of(body) or _EMBEDDINGS[0], norm, above.at(head))
+
+
+def parts_of(model: Any, weights: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """The parts of a model one after the other, each with the function that fills it and its view of the published arrays."""
+    outer = _outer(model, weights)
+    yield model.embedding, lambda like, view: view.take(outer.embedding, like.shape, like.dtype), outer.body
+    if model.positions is not None:
+        yield model.positions, _filled_positions, outer.body
+    if model.layer_embedding is not None:
+        yield model.layer_embedding, fill, outer.body
+    for index in range(model.num_layers):
+        read = lambda layer, body, index=index: filled_layer(layer, *_places(model, body)(index))
+        yield model.layer(index), read, outer.body
+    yield model.norm, fill, outer.norm
+    if model.head is not None:
+        yield model.head, fill, outer.head
+
+
+def filled_decoder(model: Any, weights: Any) -> Any:
+    """The model with published weights, read a layer at a time."""
+    views, body, name, norms, heads = _outer(model, weights)
     table = model.embedding
-    name = embedding_of(body) or _EMBEDDINGS[0]
     embedding = placed_as(body.take(name, table.shape, table.dtype), table)
     positions = _filled_positions(model.positions, body)
-    norm = fill(model.norm, body.at(_first(body, _FINAL_NORMS)))
+    norm = fill(model.norm, norms)
     of_layers = model.layer_embedding
     of_layers = None if of_layers is None else fill(of_layers, body)
     head = model.head
     if head is not None:
-        places = ((view, name) for view in views for name in _HEADS if view.has(f"{name}.weight"))
-        above, name = next(places, (weights, "lm_head"))
-        head = fill(head, above.at(name))
+        head = fill(head, heads)
     else:
         for view in views:
             _check_tied(view, embedding)
-    name = _first(body, ("layers", "h"))
     blocks = _blocks(body, model.config.layers)
-    check_layers(body, max(max(both) for both in blocks) + 1, name)
-    views_of = lambda index: tuple(body.at(f"{name}.{block}") for block in blocks[index])
-    stacks = filled_stacks(model, views_of, filled_layer)
+    check_layers(body, max(max(both) for both in blocks) + 1, _first(body, _LAYERS))
+    stacks = filled_stacks(model, _places(model, body), filled_layer)
     where = lambda m: (m.embedding, m.positions, m.layer_embedding, m.norm, m.head, m.stacks)
     new = (embedding, positions, of_layers, norm, head, stacks)
     return eqx.tree_at(where, model, new, is_leaf=lambda leaf: leaf is None)
+
+
+def _places(model: Any, body: Any) -> Callable[[int], tuple[Any, Any]]:
+    """The views of a layer by its number: of its mixer and of its MLP."""
+    name, blocks = _first(body, _LAYERS), _blocks(body, model.config.layers)
+    mixer, mlp = zip(*blocks)
+    return lambda index: (body.at(f"{name}.{mixer[index]}"), body.at(f"{name}.{mlp[index]}"))
 
 
 def _filled_positions(table: Any, body: Any) -> Any:

@@ -102,12 +102,12 @@ def from_pretrained(
     """
     folder = pathlib.Path(path).expanduser()
     path = folder / "config.json"
-    config = _read_json(path)
+    config = read_config(path)
     described = of_file(path, _described, config)
     # Models for chats end a turn with tokens that often are in this file alone.
     beside = folder / "generation_config.json"
     if isinstance(described, DecoderConfig) and beside.is_file():
-        stop = of_file(beside, stop_tokens, _read_json(beside))
+        stop = of_file(beside, stop_tokens, read_config(beside))
         described = dataclasses.replace(described, stop_tokens=stop or described.stop_tokens)
     dtype = of_file(path, published_dtype, config) if dtype is None else dtype
     weights, pooler = Weights.open(folder, dequantise=dequantise), read_pooler(folder)
@@ -171,7 +171,7 @@ def published_dtype(config: Mapping[str, Any]) -> Any:
     return jnp.dtype(name)
 
 
-def _read_json(path: pathlib.Path) -> Mapping[str, Any]:
+def read_config(path: pathlib.Path) -> Mapping[str, Any]:
     if not path.is_file():
         raise CheckpointError(
             f"{str(path)!r} is not there. Give the folder of a published model; huggingface_hub.snapshot_download(name) downloads one."

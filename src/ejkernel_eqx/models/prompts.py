@@ -113,7 +113,9 @@ def rows_of(prompts: Any, name: str = "prompts") -> list[list[int]]:
 
 def _not_tokens(name: str, value: Any, where: str) -> ValueError:
     is_text = isinstance(value, str | bytes)
-    remedy = "a tokenizer makes tokens of texts" if is_text else "tokens are integers, such as [[1, 2, 3]]"
+    remedy = (
+        "ejx.serving.text.TextModel takes texts" if is_text else "tokens are integers, such as [[1, 2, 3]]"
+    )
     return ValueError(
         f"{name}: expected integers [..., T] or lists of tokens, received {type(value).__name__} {reprlib.repr(value)}{where}; {remedy}."
     )

@@ -1,6 +1,7 @@
 """Published models as decoders and encoders: what their `config.json` means here."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -224,7 +225,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
             f"model_type: expected a decoder, received {entries['model_type']!r}, an encoder, whose tokens see later ones. encoder_config reads it; "
             "from_pretrained and from_config make an Encoder of it."
         )
-    return _body(whole, entries)
+    return dataclasses.replace(_body(whole, entries), published=_as_text(config))
 
 
 def encoder_config(config: Mapping[str, Any]) -> EncoderConfig:
@@ -282,6 +283,19 @@ def _body(whole: Entries, entries: Entries) -> DecoderConfig:
         layer_embedding=per_layer,
         max_positions=entries["max_position_embeddings"] if family.has_positions else None,
     )
+
+
+def _as_text(config: Mapping[str, Any]) -> str | None:
+    """The configuration as JSON; `None` for one that JSON cannot hold, which can be read and not be saved."""
+    try:
+        return json.dumps(dict(config), skipkeys=True, default=_plain)
+    except (RecursionError, TypeError, ValueError):
+        return None
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has, for a value that it does not have."""
+    return dict(value) if isinstance(value, Mapping) else getattr(value, "item", value.__str__)()
 
 
 def _check_needed(config: Entries, family: _Family) -> None:

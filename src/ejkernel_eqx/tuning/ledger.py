@@ -48,12 +48,10 @@ class Ledger:
     def __enter__(self) -> "Ledger":
         from tqdm import tqdm
 
-        slow = 0.1 if sys.stderr.isatty() else 10.0
         total = len(self._order.keys() - self._measurements.keys())
-        off = not self._job.options.progress
-        self._bar = tqdm(
-            total=total, desc=shortened(self._job.name), disable=off, mininterval=slow, ncols=_width()
-        )
+        # In a file, every update of a bar would be one more line.
+        off = not (self._job.options.progress and sys.stderr.isatty())
+        self._bar = tqdm(total=total, desc=shortened(self._job.name), disable=off, ncols=_width())
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -26,7 +26,7 @@ class TuneOptions:
         without isolation, where no process can be ended, the search ends with a `TuningError`.
     - `lock_timeout`: seconds to wait for another process that tunes on the same device, before a `TuningError`. Waiting is logged.
     - `jobs`: number of parallel compilations; `None` for one per processor, up to 8.
-    - `progress`: whether to show a progress bar.
+    - `progress`: whether to show a progress bar, if standard error is a terminal.
     - `target`: a `launch.Target`, or the name of one, that candidates must fit; `None` for the device itself.
     """
 

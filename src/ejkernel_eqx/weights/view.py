@@ -19,7 +19,7 @@ _SHOWN = 6  # names in a message
 _MOST_ZEROS = 2**22  # in the place of a missing array
 
 
-class _Ledger:
+class Ledger:
     """The state that the views of one source share."""
 
     def __init__(self, source: Source, prefix: str):
@@ -27,6 +27,9 @@ class _Ledger:
         self.names = dict.fromkeys(source.names())  # in order
         self.used: set[str] = set()
         self.missing: list[str] = []
+        self.recorded: dict[str, jax.ShapeDtypeStruct] = {}
+        self.offset: set[str] = set()
+        self.made: list[tuple[Any, str]] = []
 
 
 class Weights:
@@ -42,7 +45,7 @@ class Weights:
     prefix: str
     unit_offset_norms: bool
 
-    def __init__(self, ledger: _Ledger, prefix: str, unit_offset_norms: bool):
+    def __init__(self, ledger: Ledger, prefix: str, unit_offset_norms: bool):
         self._ledger, self.prefix, self.unit_offset_norms = ledger, prefix, unit_offset_norms
 
     @classmethod
@@ -56,16 +59,16 @@ class Weights:
     ) -> "Weights":
         """Arguments as for [`ejkernel_eqx.load_published`][]."""
         prefix = f"{prefix.removesuffix('.')}." if prefix else ""
-        return cls(_Ledger(opened(state_dict, dequantise), prefix), prefix, unit_offset_norms)
+        return cls(Ledger(opened(state_dict, dequantise), prefix), prefix, unit_offset_norms)
 
     def at(self, name: str) -> "Weights":
         """The arrays whose names begin with `name` and a dot."""
-        return Weights(self._ledger, f"{self.prefix}{name}.", self.unit_offset_norms)
+        return type(self)(self._ledger, f"{self.prefix}{name}.", self.unit_offset_norms)
 
     def beside(self, name: str) -> "Weights":
         """Those of a module beside this one."""
         above = self.prefix.removesuffix(".").rpartition(".")[0]
-        return Weights(self._ledger, f"{above}.{name}." if above else f"{name}.", self.unit_offset_norms)
+        return type(self)(self._ledger, f"{above}.{name}." if above else f"{name}.", self.unit_offset_norms)
 
     def has(self, name: str) -> bool:
         return self.prefix + name in self._ledger.names

@@ -2,5 +2,6 @@
 
 from .chat import ChatTemplate as ChatTemplate
 from .chat import ChatTemplateError as ChatTemplateError
+from .model import TextModel as TextModel
 from .tokenizer import TextStream as TextStream
 from .tokenizer import Tokenizer as Tokenizer

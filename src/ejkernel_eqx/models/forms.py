@@ -1,0 +1,75 @@
+"""The published forms of the families, for writing: what tells each from the form of the others."""
+
+from typing import NamedTuple
+
+from .config import DecoderConfig, MoEConfig
+
+_ATTENTION = ("attention", "latent_attention")
+
+
+class Form(NamedTuple):
+    """Names of some arrays, by which reading knows the names of all; with spaces between. Where there are none, it takes the names of Llama."""
+
+    outer: str = ""
+    layer: str = ""
+    """In every layer."""
+    recurrent: str = ""
+    """Besides, in layers without attention."""
+    experts: str = ""
+    """Besides, in layers with a mixture of experts."""
+
+    def names(self, config: DecoderConfig) -> list[str]:
+        """The names of all layers."""
+        names = self.outer.split()
+        root = next((name.partition(".")[0] for name in names if name.count(".") > 1), "model")
+        for index, layer in enumerate(config.layers):
+            here = [self.layer, "" if layer.mixer in _ATTENTION else self.recurrent]
+            here.append(self.experts if isinstance(layer.mlp, MoEConfig) else "")
+            names += [f"{root}.layers.{index}.{name}" for name in " ".join(here).split()]
+        return names
+
+
+_W1 = "block_sparse_moe.gate.weight block_sparse_moe.experts.0.w1.weight"
+_INPUT_LINEAR = "block_sparse_moe.input_linear.weight block_sparse_moe.router.layer.weight"
+_BACKBONE = Form("backbone.embeddings.weight backbone.norm_f.weight", "mixer.A_log norm.weight")
+_SHARED = Form(experts="mlp.shared_experts.gate_proj.weight")
+_NEOX = "attention.query_key_value.weight attention.dense.weight mlp.dense_h_to_4h.weight mlp.dense_4h_to_h.weight"
+_GPT_OSS = "mlp.router.weight mlp.experts.gate_up_proj mlp.experts.gate_up_proj_bias"
+
+_FEED_FORWARD = "pre_ff_layernorm.weight feed_forward.up_proj.weight"
+
+FORMS: dict[str, Form] = {
+    "bamba": Form("model.final_layernorm.weight", _FEED_FORWARD, "mamba.A_log"),
+    "deepseek_v2": _SHARED,
+    "deepseek_v3": _SHARED,
+    "falcon_h1": Form("model.final_layernorm.weight", f"{_FEED_FORWARD} self_attn.q_proj.weight mamba.A_log"),
+    "falcon_mamba": _BACKBONE,
+    "glm4": Form(layer="post_self_attn_layernorm.weight mlp.gate_up_proj.weight"),
+    "glm4_moe": _SHARED,
+    "glm4_moe_lite": _SHARED,
+    "gpt_neox": Form(
+        "gpt_neox.embed_in.weight gpt_neox.final_layer_norm.weight embed_out.weight", layer=_NEOX
+    ),
+    "gpt_oss": Form(layer=_GPT_OSS),
+    "granitemoe": Form(experts=_INPUT_LINEAR),
+    "granitemoehybrid": Form("", "shared_mlp.input_linear.weight", "mamba.A_log", _INPUT_LINEAR),
+    "llama4_text": Form(
+        layer="feed_forward.router.weight", experts="feed_forward.shared_expert.gate_proj.weight"
+    ),
+    "mamba": _BACKBONE,
+    "mamba2": _BACKBONE,
+    "minimax": Form(layer=_W1),
+    "minimax_m2": Form(experts=f"{_W1} block_sparse_moe.e_score_correction_bias"),
+    "mixtral": Form(experts=_W1),
+    "phi": Form("model.final_layernorm.weight", "self_attn.dense.weight mlp.fc1.weight mlp.fc2.weight"),
+    "phi3": Form(layer="self_attn.qkv_proj.weight mlp.gate_up_proj.weight"),
+    "qwen3_5_moe_text": Form(recurrent="linear_attn.in_proj_qkv.weight"),
+    "qwen3_5_text": Form(recurrent="linear_attn.in_proj_qkv.weight"),
+    "qwen3_next": Form(recurrent="linear_attn.A_log"),
+    "starcoder2": Form(layer="mlp.c_fc.weight mlp.c_proj.weight"),
+}
+"""By `model_type`. A family that is not here has the names of Llama."""
+ONLY_LIKE = tuple("falcon gemma4_text gpt2 jamba kimi_linear lfm2 lfm2_moe olmo_hybrid opt".split())
+"""Families whose form only a published folder tells."""
+ONLY_READ = ("apertus", "nemotron_h")
+"""Families that cannot be written: numbers published as arrays of one entry; blocks of their own for mixers and MLPs."""

@@ -1,0 +1,89 @@
+"""LoRA: low-rank updates of frozen weights (Hu et al. 2021, arXiv:2106.09685): $W x + (\\alpha / r) B A x$."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ..quantised.dequantise import dequantise, is_quantised
+from .decoder import Decoder
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "in_proj_qkvz", "out_proj", "qkv_proj")
+PROJECTIONS += ("gate_proj", "up_proj", "down_proj")
+
+
+class LoRA(eqx.Module):
+    r"""Replaces an `equinox.nn.Linear`: $W x + \frac{\alpha}{R} B A x$ (Hu et al. 2021, arXiv:2106.09685). Only `a` and `b` are trained. Initially
+    $B = 0$, so the output is that of `base`.
+
+    **Arguments:**
+
+    - `base`: the layer, whose weight may be an [`ejkernel_eqx.QuantizedWeight`][] and may have leading axes.
+    - `rank`: $R$; `alpha`: $\alpha$.
+    - `key`: a PRNG key for $A$.
+    """
+
+    base: eqx.nn.Linear
+    a: Array  # [R, in]
+    b: Array  # [out, R]
+    scale: float = eqx.field(static=True)
+
+    def __init__(self, base: eqx.nn.Linear, rank: int, *, alpha: float = 16.0, key: Array):
+        # Stacked layers have leading axes.
+        *lead, out, features = base.weight.shape
+        self.base = base
+        self.a = (jax.random.normal(key, (*lead, rank, features)) / rank).astype(base.weight.dtype)
+        self.b = jnp.zeros((*lead, out, rank), base.weight.dtype)
+        self.scale = alpha / rank
+
+    def __call__(self, x: Array) -> Array:
+        base, a, b = jax.tree.map(
+            lambda w: w.astype(x.dtype), (self.base, self.a, self.b), is_leaf=is_quantised
+        )
+        return base(x) + self.scale * (b @ (a @ x))
+
+    def merged(self) -> eqx.nn.Linear:
+        """Merges the update into a single projection, for serving."""
+        weight = dequantise(self.base.weight)
+        return eqx.tree_at(
+            lambda m: m.weight, self.base, weight + self.scale * self.b @ self.a, is_leaf=is_quantised
+        )
+
+
+def is_lora(node: Any) -> bool:
+    return isinstance(node, LoRA)
+
+
+def add_lora(model: Decoder, rank: int, *, key: Array) -> Decoder:
+    """Adds a [`LoRA`][ejkernel_eqx.models.LoRA] of this rank to each projection of the mixers and MLPs, but for experts.
+
+    **Returns:** the model; `key` is a PRNG key for the updates.
+    """
+    is_linear = lambda node: isinstance(node, eqx.nn.Linear)
+    found = jax.tree_util.tree_leaves_with_path(model.stacks, is_leaf=is_linear)
+    count = len(found)
+
+    def update(path: Any, node: Any) -> Any:
+        if not is_linear(node) or getattr(path[-1], "name", None) not in PROJECTIONS:
+            return node
+        return LoRA(node, rank, key=next(keys))
+
+    keys = iter(jax.random.split(key, count))
+    stacks = jax.tree_util.tree_map_with_path(update, model.stacks, is_leaf=is_linear)
+    return eqx.tree_at(lambda m: m.stacks, model, stacks)
+
+
+def merge_lora(model: Decoder) -> Decoder:
+    """Adds the updates to the weights. **Returns:** the model without updates; weights that were quantised and updated are floats."""
+    return jax.tree.map(lambda node: node.merged() if is_lora(node) else node, model, is_leaf=is_lora)
+
+
+def trained(model: Any) -> Any:
+    """True for every array that is trained: the updates if there are any, otherwise all floating-point arrays."""
+    if not any(map(is_lora, jax.tree.leaves(model, is_leaf=is_lora))):
+        return jax.tree.map(eqx.is_inexact_array, model)
+    nothing = lambda node: jax.tree.map(lambda _: False, node)
+    updates = lambda node: eqx.tree_at(lambda m: (m.a, m.b), nothing(node), (True, True))
+    return jax.tree.map(lambda node: updates(node) if is_lora(node) else False, model, is_leaf=is_lora)

@@ -1,0 +1,91 @@
+"""Published arrays from a module: the code that reads them, run backwards.
+
+Reading only moves numbers: it splits, joins, transposes and reorders arrays. It is therefore linear, and its transpose is its inverse. So there is
+one table of names and forms, that of reading. Only a form that exists in several variants has to be named, by some names in it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..quantised.dequantise import is_quantised
+from .fill import is_parameter
+from .source import Source
+from .view import Ledger, Weights
+
+Read = Callable[[Any, Weights], Any]
+"""From a module and a view of published arrays to the module filled."""
+
+
+class Recorder(Weights):
+    """A view that notes the arrays a reader asks for, whether they are there or not."""
+
+    @classmethod
+    def over(cls, source: Source) -> "Recorder":
+        return cls(Ledger(source, ""), "", False)
+
+    @property
+    def recorded(self) -> dict[str, jax.ShapeDtypeStruct]:
+        return self._ledger.recorded
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        self.recorded[self.prefix + name] = jax.ShapeDtypeStruct(shape, dtype)
+        made = jnp.zeros(shape, dtype)
+        self._ledger.made.append((made, self.prefix + name))
+        return made
+
+    def take_matrix(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
+        return self.take(name, shape, dtype)
+
+    def take_norm(self, name: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        if self.unit_offset_norms:
+            self._ledger.offset.add(self.prefix + name)
+        return self.take(name, shape, dtype)
+
+
+def shapes_of(module: Any) -> Any:
+    """The module with shapes in the place of its arrays of floats and its quantised weights."""
+    one = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_parameter(x) or is_quantised(x) else x
+    return jax.tree.map(one, module, is_leaf=is_quantised)
+
+
+def names_of(module: Any, read: Read, view: Recorder) -> dict[str, str]:
+    """The names of the arrays that `read` takes as they stand, by their paths in the module."""
+    names: dict[str, str] = {}
+
+    def trace() -> None:
+        view._ledger.made.clear()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(read(shapes_of(module), view)):
+            name = next((name for made, name in view._ledger.made if made is leaf), None)
+            if name is not None:
+                names[jax.tree_util.keystr(path)] = name
+
+    jax.eval_shape(trace)
+    return names
+
+
+def arrays_of(module: Any, read: Read, view: Recorder) -> dict[str, np.ndarray]:
+    """The published arrays by name that `read` fills the module from, on the host.
+
+    Raises `ValueError` if they would not be read back as they are.
+    """
+    like = shapes_of(module)
+    values = [np.asarray(leaf) for leaf in jax.tree.leaves(module) if is_parameter(leaf)]
+    filled = lambda weights: [x for x in jax.tree.leaves(read(like, weights)) if is_parameter(x)]
+    before = set(view.recorded)
+    jax.eval_shape(lambda: filled(view))
+    view._ledger.made.clear()
+    shapes = {name: shape for name, shape in view.recorded.items() if name not in before}
+    again = lambda arrays: filled(Weights.open(arrays, view.prefix))
+    arrays = jax.linear_transpose(again, shapes)(values)[0]
+    same = lambda x, y: np.array_equal(np.asarray(x), y, equal_nan=True)
+    if not all(map(same, again(arrays), values)):
+        raise ValueError(
+            f"model: expected arrays that are read back as they were, received others under {view.prefix!r}: this form can only be read. Save the "
+            "model with ejx.save."
+        )
+    offset = view._ledger.offset
+    return {name: np.asarray(x - 1 if name in offset else x) for name, x in arrays.items()}
