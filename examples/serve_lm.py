@@ -39,10 +39,13 @@ if __name__ == "__main__":
     concurrent.futures.ThreadPoolExecutor(1).submit(jax.devices)
 
 import numpy as np
+from architectures import cast
+from console import drop_output, interruptible, UsageError
 from lora import merge_lora
 from tqdm import tqdm
-from train_lm import cast, drop_output, interruptible, make_state, QUANTISED, SIZES, UsageError
+from train_lm import make_state
 from train_lm import parse as parse_train
+from train_options import QUANTISED, SIZES
 from vocabulary import Bytes, Vocabulary, vocabulary_of
 
 import ejkernel_eqx as ejx
