@@ -8,7 +8,14 @@ from typing import Any
 
 import numpy as np
 
-COLUMNS: tuple[str, ...] = ("step", "loss", "gradient_norm", "learning_rate", "tokens_per_second", "validation_loss")
+COLUMNS: tuple[str, ...] = (
+    "step",
+    "loss",
+    "gradient_norm",
+    "learning_rate",
+    "tokens_per_second",
+    "validation_loss",
+)
 
 
 class Log:
@@ -26,7 +33,9 @@ class Log:
             with path.open(newline="", encoding="utf-8") as file:
                 rows = [{name: row.get(name) for name in COLUMNS} for row in csv.DictReader(file)]
             read = [{name: float(x) if x else None for name, x in row.items()} for row in rows]
-            self.rows = [row | {"step": int(step)} for row in read if (step := row["step"] or 0) <= first_step]
+            self.rows = [
+                row | {"step": int(step)} for row in read if (step := row["step"] or 0) <= first_step
+            ]
 
     def add(self, step: int, loss: Any, gradient_norm: Any) -> None:
         """A step, with numbers that may still be computed."""
