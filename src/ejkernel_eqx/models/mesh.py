@@ -115,6 +115,7 @@ def place_tokens(batch: Array | np.ndarray, mesh: Mesh) -> tuple[Array, Array]:
     return jax.device_put(batch[..., :-1], where), jax.device_put(batch[..., 1:], where)
 
 
+@jax.jit  # outside of it, numbers of columns cannot be made where the logits are
 def split_cross_entropy(logits: Array, targets: Array) -> Array:
     """The mean cross entropy of all tokens, in nats, from logits on an explicit mesh. Logits whose vocabulary is split are not gathered.
 
