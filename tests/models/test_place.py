@@ -23,6 +23,7 @@ def mesh_of(**sizes: int) -> jax.sharding.Mesh:
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), devices=devices)
 
 
+@pytest.mark.slow
 def test_a_mesh_of_two_axes_gives_the_loss_of_one_device():
     model, mesh = decoder(), mesh_of(data=2, tensor=2)
     batch = np.random.default_rng(0).integers(0, 48, (4, 9)).astype(np.int32)
