@@ -234,9 +234,10 @@ def train(args: argparse.Namespace, state: TrainState, data: np.ndarray, held_ou
                 log.validated(value := float(validation_loss(model, batches)))
                 bar.write(f"step {step}: training loss {row['loss']:.3f}, validation loss {value:.3f}")
             if is_last or step % args.checkpoint_every == 0:
+                log.write()  # before the checkpoint: a resumed run leaves out rows after its first step
                 state = TrainState(model, optimiser_state, step)
                 save_checkpoint(args.out_dir / "checkpoint.ejx", state, args)
-                log.write()
+                log.resume_clock()
     log.plot()
     return step == args.steps
 

@@ -52,12 +52,16 @@ class Log:
         for row, rate in zip(numbers, rates, strict=True):
             self.rows.append(dict(zip(COLUMNS, (*row, float(rate), speed, None), strict=True)))
         self.waiting = []
-        self.since = time.perf_counter()
+        self.resume_clock()
         return self.rows[-1]
 
     def validated(self, loss: float) -> None:
-        """Notes the loss on held-out text after the last step. The time that it took is not one of training."""
+        """Notes the loss on held-out text after the last step."""
         self.rows[-1]["validation_loss"] = loss
+        self.resume_clock()
+
+    def resume_clock(self) -> None:
+        """What took time since the last step was not training."""
         self.since = time.perf_counter()
 
     def write(self) -> None:
@@ -66,7 +70,6 @@ class Log:
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()
             writer.writerows(self.rows)
-        self.since = time.perf_counter()
 
     def plot(self) -> None:
         import matplotlib
