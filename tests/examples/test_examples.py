@@ -84,18 +84,17 @@ def test_a_resumed_run_continues_exactly(examples, train_lm, tmp_path, text, mon
 
     for name in ("whole", "parts"):
         run = [*options, "--out-dir", tmp_path / name, "--log", tmp_path / f"log of {name}"]
+        with monkeypatch.context() as patch:
+            patch.setattr(train_lm.Log, "plot", lambda log: None)
+            patch.setattr(train_lm, "batch_at", interrupting if name == "parts" else batch_at)
+            assert examples.train(*run) == (130 if name == "parts" else 0)
         if name == "parts":
-            with monkeypatch.context() as patch:
-                patch.setattr(train_lm, "batch_at", interrupting)
-                assert examples.train(*run) == 130
             assert examples.train(*run, "--resume") == 0
-        else:
-            assert examples.train(*run) == 0
+            assert (tmp_path / "log of parts" / "loss.png").stat().st_size > 5000
         args = train_lm.parse([*map(str, run)])
         states.append(train_lm.load_checkpoint(tmp_path / name / "checkpoint.ejx", args))
         with (tmp_path / f"log of {name}" / "metrics.csv").open(newline="") as file:
             rows.append([*csv.DictReader(file)])
-        assert (tmp_path / f"log of {name}" / "loss.png").stat().st_size > 5000
         assert not (tmp_path / name / "metrics.csv").exists()
     assert states[0].step == 7 and eqx.tree_equal(*states)
     assert [int(row["step"]) for row in rows[0]] == [*range(1, 8)]
