@@ -37,7 +37,7 @@ from jax.sharding import PartitionSpec as P
 import ejkernel_eqx as ejx
 from benchmarks import measure, report
 from ejkernel_eqx.models import Decoder, DecoderConfig, LayerConfig, MLPConfig, MoEConfig
-from examples import mesh as meshes
+from ejkernel_eqx.models import mesh as meshes
 
 PARTS = ("experts", "train")
 EXPERT = "data"  # the axis of rows: experts lie over it, too
@@ -190,13 +190,13 @@ def config_of(step: Step, sizes: dict[str, int]) -> DecoderConfig:
 
 
 def placed(tree: Any, model: Decoder, mesh: Any) -> Any:
-    """As `examples/mesh.py` places a model and the state of its optimiser; experts lie over the axis of rows."""
+    """As `ejx.models.place` places a model and the state of its optimiser; experts lie over the axis of rows."""
 
     def put(path: Any, leaf: Any) -> Any:
         if not eqx.is_array(leaf):
             return leaf
         name = jax.tree_util.keystr(path)
-        spec = meshes.spec_of(name, leaf, model, dict(mesh.shape))
+        spec = meshes.partition_spec(name, leaf, model, mesh)
         if ".experts." in name and leaf.ndim >= 3:
             spec = P(*(None,) * (leaf.ndim - 3), EXPERT, None, None)
         return jax.device_put(leaf, NamedSharding(mesh, spec))
@@ -225,7 +225,7 @@ def step_of(step: Step, variant: str, options: argparse.Namespace) -> tuple[Call
     arrays, static = eqx.partition(model, eqx.is_inexact_array)
     state, inputs = (arrays, optimiser.init(arrays)), (jnp.asarray(batch[:, :-1]), jnp.asarray(batch[:, 1:]))
     if split:
-        shape = {axis: split.get(axis, 1) for axis in meshes.AXES}
+        shape = {axis: split.get(axis, 1) for axis in meshes.MESH_AXES}
         kind = AxisType.Auto if variant == "xla" else AxisType.Explicit
         mesh = jax.make_mesh(
             tuple(shape.values()),
@@ -233,7 +233,7 @@ def step_of(step: Step, variant: str, options: argparse.Namespace) -> tuple[Call
             axis_types=(kind,) * len(shape),
             devices=jax.devices()[: options.devices],
         )
-        state, inputs = placed(state, model, mesh), meshes.put_tokens(batch, mesh)
+        state, inputs = placed(state, model, mesh), meshes.place_tokens(batch, mesh)
 
     def update(state: Any, inputs: Any) -> Any:
         arrays, optimiser_state = state
@@ -241,7 +241,7 @@ def step_of(step: Step, variant: str, options: argparse.Namespace) -> tuple[Call
         def loss_of(arrays: Any) -> Array:
             logits = cast(eqx.combine(arrays, static), options.dtype)(inputs[0])
             if variant == "explicit":
-                return meshes.cross_entropy(logits, inputs[1])
+                return meshes.split_cross_entropy(logits, inputs[1])
             return jnp.mean(optax.losses.softmax_cross_entropy_with_integer_labels(logits, inputs[1]))
 
         loss, gradients = jax.value_and_grad(loss_of)(arrays)

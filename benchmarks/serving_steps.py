@@ -38,6 +38,7 @@ SIZES = {
 }
 BATCHES = {"full": (64, 256), "quick": (4,)}
 PROMPT, PAGE = 100, 16
+VOCABULARY = 256  # bytes
 PHASES = ("imports", "device", "model", "programs", "token")
 
 
@@ -61,7 +62,7 @@ def fill(engine: Any, options: argparse.Namespace) -> None:
 
     rng = np.random.default_rng(0)
     for seed in range(engine.max_batch):
-        prompt = rng.integers(0, train_lm.VOCABULARY, rng.integers(PROMPT // 2, PROMPT + 1))
+        prompt = rng.integers(0, VOCABULARY, rng.integers(PROMPT // 2, PROMPT + 1))
         sampling = Sampling(options.temperature, seed=seed)
         engine.submit(prompt.tolist(), 4 * options.steps, sampling=sampling, stop=())
     while engine.num_waiting or any(

@@ -49,6 +49,7 @@ SIZES = {
     "quick": {"embed_dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2},
 }
 SHAPES = {"full": ((8, 2048), (2, 8192)), "quick": ((2, 64),)}
+VOCABULARY = 256  # bytes; the default
 VOCABULARIES = {"full": (256, 50304), "quick": (256,)}
 HYBRIDS = {name: ",".join([name] * 3 + ["attention"]) for name in ("gated_deltanet", "kda", "mamba2")}
 """Mixers of the layers in turn, by the name in a problem, where their peer is installed; by default for the first shape and vocabulary."""
@@ -330,7 +331,7 @@ def write_kernels(path: pathlib.Path, variant: Variant, state: Any, tokens: Any)
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options; `problems` become the options of each."""
-    parser = report.parser("train-step", __doc__, vocabulary=train_lm.VOCABULARY)
+    parser = report.parser("train-step", __doc__, vocabulary=VOCABULARY)
     variants = f"comma-separated, of {', '.join(VARIANTS)} (default: all; unrolled with --peers)"
     parser.add_argument("--variants", help=variants)
     options = parser.parse_args(arguments)

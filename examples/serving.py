@@ -10,7 +10,7 @@ import argparse
 import pathlib
 
 import jax
-from train_lm import Architecture, make_model
+from architectures import Architecture, make_model
 from vocabulary import vocabulary_of
 
 import ejkernel_eqx as ejx

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import pytest
 
-MODULES = ("lora", "vocabulary", "train_lm", "serve_lm", "serving")
+MODULES = ("lora", "vocabulary", "train_lm", "serve_lm", "serving", "streams")
+SHARED = ("architectures", "console", "serve_options", "train_options", "training_log")
 SMALL = "--batch-size 8 --seq-len 32 --embed-dim 32 --num-layers 2 --num-heads 4 --num-kv-heads 2".split()
 SMALL += "--validate-every 10 --checkpoint-every 10 --sample-length 20 --learning-rate 1e-2".split()
 
@@ -21,6 +22,7 @@ class Examples(NamedTuple):
     train_lm: Any
     serve_lm: Any
     serving: Any
+    streams: Any
 
     def train(self, *options: object) -> int:
         with jax.numpy_dtype_promotion("standard"):  # optax counts in integers
@@ -31,7 +33,7 @@ class Examples(NamedTuple):
 def examples():
     folder = str(pathlib.Path(__file__).parents[2] / "examples")
     sys.path.insert(0, folder)
-    before = {name: sys.modules.pop(name, None) for name in (*MODULES, "mesh")}
+    before = {name: sys.modules.pop(name, None) for name in (*MODULES, *SHARED)}
     yield Examples(*(importlib.import_module(name) for name in MODULES))
     sys.path.remove(folder)
     for name, module in before.items():

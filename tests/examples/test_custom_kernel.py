@@ -31,21 +31,19 @@ def example(examples):
 def test_it_runs(example):
     out, _ = run("custom_kernel.py")
     errors = [float(line.rsplit(" ", 1)[1]) for line in out.splitlines() if "largest" in line]
-    assert len(errors) == (3 if example.triton else 2) and max(errors) < 1e-5
+    assert len(errors) == (2 if example.triton else 1) and max(errors) < 1e-5
     assert example.triton is None or ("config    Blocks(forward=Block(" in out and "autotune" in out)
-    assert "this kernel: " in out and "plain JAX: " in out
     first, last = out.split("training: loss ")[1].split(" -> ")
     assert float(first) > 4.5 and float(last) < 1.0
 
 
-def exact(logits, labels, dloss, dlse, smoothing, z_loss):
+def exact(logits, labels, dloss, dlse, z_loss):
     """Loss, log-sum-exp and the gradient of the logits, in float64."""
     z = np.asarray(logits).astype(np.float64)
-    labels, vocabulary = np.asarray(labels), z.shape[-1]
+    labels = np.asarray(labels)
     top = z.max(-1, keepdims=True)
     lse = (top + np.log(np.exp(z - top).sum(-1, keepdims=True)))[..., 0]
-    hot = np.arange(vocabulary) == labels[..., None]
-    target = (1 - smoothing) * hot + smoothing / vocabulary
+    target = np.arange(z.shape[-1]) == labels[..., None]
     loss = np.where(labels >= 0, lse - (target * z).sum(-1) + z_loss * lse**2, 0)
     dloss = np.where(labels >= 0, dloss, 0)
     scale = dlse + dloss * (1 + 2 * z_loss * lse)
@@ -53,11 +51,11 @@ def exact(logits, labels, dloss, dlse, smoothing, z_loss):
 
 
 CASES = {
-    "odd": ((3, 2, 97), "float32", 0.1, 1e-2),
-    "one block and a half": ((2, 200), "bfloat16", 0.1, 1e-3),
-    "no batch axis": ((33,), "float16", 0.2, 0.0),
-    "one word": ((4, 1), "float32", 0.1, 1e-2),
-    "no rows": ((0, 16), "float32", 0.1, 1e-2),
+    "odd": ((3, 2, 97), "float32", 1e-2),
+    "one block and a half": ((2, 200), "bfloat16", 1e-3),
+    "no batch axis": ((33,), "float16", 0.0),
+    "one word": ((4, 1), "float32", 1e-2),
+    "no rows": ((0, 16), "float32", 1e-2),
 }
 
 
@@ -69,10 +67,10 @@ CASES = {
 def test_against_the_formula(example, platform, case):
     if platform != "xla":
         pytest.importorskip("triton")
-    shape, dtype, smoothing, z_loss = CASES[case]
+    shape, dtype, z_loss = CASES[case]
     blocks = example.Blocks(example.Block(128, 4), example.Block(64, 4))
     config = blocks if platform != "xla" else None
-    kernel = example.CrossEntropy(smoothing, z_loss, platform=platform, config=config)
+    kernel = example.CrossEntropy(z_loss, platform=platform, config=config)
     rng = np.random.default_rng(0)
     logits = jnp.asarray(4 * rng.standard_normal(shape)).astype(dtype)
     labels = rng.integers(0, shape[-1], shape[:-1]).astype(np.int32)
@@ -85,7 +83,7 @@ def test_against_the_formula(example, platform, case):
         return loss, lse, pull((jnp.asarray(dloss), jnp.asarray(dlse)))[0]
 
     loss, lse, dlogits = run(logits)
-    expected = exact(logits, labels, dloss, dlse, smoothing, z_loss)
+    expected = exact(logits, labels, dloss, dlse, z_loss)
     assert dlogits.dtype == dtype and loss.dtype == lse.dtype == jnp.float32
     assert_close(loss, expected[0], name="loss")
     assert_close(lse, expected[1], name="lse")
@@ -114,7 +112,7 @@ def test_extreme_logits(example):
 def test_every_candidate_compiles(example):
     pytest.importorskip("triton")
     implementation = kernel_registry.get("examples.cross_entropy", "triton")
-    dims, flags = {"B": 4, "V": 50257}, {"label_smoothing": 0.1}
+    dims, flags = {"B": 4, "V": 50257}, {"z_loss": 0.1}
     problem = example_problem("examples.cross_entropy", dims, "bfloat16", flags)
     candidates = implementation.load().candidates(problem, DEVICES["sm_90"])
     assert len(candidates) == len(set(candidates)) == 8

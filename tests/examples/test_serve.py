@@ -60,7 +60,7 @@ def test_standard_input_is_served_as_it_comes(checkpoint, monkeypatch):
 
 
 def test_texts_appear_in_the_order_of_their_prompts(examples, capsys):
-    texts = examples.serve_lm.Texts(None)
+    texts = examples.streams.Texts(None)
     for index, prompt in enumerate((b"a", b"b", b"c", b"d")):
         texts.begin(index, prompt)
     texts.extend(0, *b"A")

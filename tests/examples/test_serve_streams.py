@@ -2,6 +2,7 @@
 
 import io
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -19,8 +20,8 @@ def engine():
 
 
 def lines_of(examples, pieces, most):
-    too_long = examples.serve_lm.TooLong
-    return [(line, isinstance(line, too_long)) for line in examples.serve_lm.split_lines(iter(pieces), most)]
+    too_long = examples.streams.TooLong
+    return [(line, isinstance(line, too_long)) for line in examples.streams.split_lines(iter(pieces), most)]
 
 
 def all_of(prompts):
@@ -43,7 +44,7 @@ def test_lines_are_the_same_in_any_pieces(examples, size):
 
 def test_a_line_that_is_too_long_is_known_before_it_ends(examples):
     pieces = iter([b"a\n" + b"x" * 20, b"x", *([b"y"] * 10), b"\nb"])
-    lines = examples.serve_lm.split_lines(pieces, 20)
+    lines = examples.streams.split_lines(pieces, 20)
     assert next(lines) == b"a" and next(lines) == b"x" * 21
     assert next(pieces) == b"y"  # nothing more was asked for
     assert list(lines) == [b"b"]
@@ -53,9 +54,9 @@ def test_a_file_and_a_pipe_give_the_same_lines(examples, tmp_path):
     content = b"one\r\ntwo\n\nlast"
     (tmp_path / "prompts.txt").write_bytes(content)
     expected = [b"one", b"two", b"", b"last"]
-    assert all_of(examples.serve_lm.Prompts(str(tmp_path / "prompts.txt"))) == expected
+    assert all_of(examples.streams.Prompts(str(tmp_path / "prompts.txt"))) == expected
     reading, writing = os.pipe()
-    prompts = examples.serve_lm.Prompts(f"/dev/fd/{reading}")
+    prompts = examples.streams.Prompts(f"/dev/fd/{reading}")
     os.write(writing, content)
     assert prompts.take(1, wait=True) == [b"one"] and not prompts.ended
     os.close(writing)
@@ -67,7 +68,7 @@ def test_a_file_and_a_pipe_give_the_same_lines(examples, tmp_path):
     not os.path.exists("/proc/self/mem"), reason="Linux has this file, whose first byte nobody can read"
 )
 def test_an_input_that_ends_early_is_reported(examples):
-    prompts = examples.serve_lm.Prompts("/proc/self/mem")
+    prompts = examples.streams.Prompts("/proc/self/mem")
     assert all_of(prompts) == []
     assert prompts.failure.startswith("--prompts: cannot read '/proc/self/mem' (Input/output error); pass")
 
@@ -76,10 +77,10 @@ def test_no_more_is_read_than_is_served(examples):
     """What waits is bounded, however much comes."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
-    prompts = examples.serve_lm.Prompts(f"/dev/fd/{reading}")
+    prompts = examples.streams.Prompts(f"/dev/fd/{reading}")
     line, written = b"x" * 1023 + b"\n", 0
     # Waiting lines, the piece they are from, the pipe.
-    held = (examples.serve_lm.MOST_LINES * 2**10, 2**16, 2**16)
+    held = (examples.streams.MOST_LINES * 2**10, 2**16, 2**16)
     # The pipe is full for good once the thread that reads it waits with a line in its hand.
     while not (prompts._lines.full() and written >= sum(held[:1])):
         try:
@@ -116,7 +117,7 @@ class Endless:
 
 def serve(examples, engine, prompts, *options):
     args = examples.serve_lm.parse(["--max-new-tokens", "3", *options])
-    return examples.serve_lm.serve(args, engine, prompts, examples.serve_lm.Texts(None))
+    return examples.serve_lm.serve(args, engine, prompts, examples.streams.Texts(None))
 
 
 def test_endless_prompts_are_admitted_as_they_are_served(examples, engine, capsys):
@@ -132,17 +133,17 @@ def test_endless_prompts_are_admitted_as_they_are_served(examples, engine, capsy
 
 def test_texts_that_wait_for_an_earlier_one_are_bounded(examples, engine):
     args = examples.serve_lm.parse([])
-    texts = examples.serve_lm.Texts(None)
+    texts = examples.streams.Texts(None)
     server = examples.serve_lm.Server(args, engine, texts, bar=None)
     assert server.room == engine.max_batch
-    for index in range(examples.serve_lm.MOST_LINES * engine.max_batch - 1):
+    for index in range(examples.streams.MOST_LINES * engine.max_batch - 1):
         texts.begin(index, b"a")
     assert server.room == 1
 
 
 def test_a_line_that_is_too_long_is_refused(examples, engine, tmp_path, capsys):
     (tmp_path / "prompts.txt").write_bytes(b"x" * (2**20 + 2**17) + b"\nab\n")
-    prompts = examples.serve_lm.Prompts(str(tmp_path / "prompts.txt"))
+    prompts = examples.streams.Prompts(str(tmp_path / "prompts.txt"))
     assert serve(examples, engine, prompts)
     out = capsys.readouterr().out
     assert out.startswith("--- request 0 ---\n[prompt: expected a line of at most 1,048,576 bytes, received")
@@ -157,14 +158,14 @@ class Full(io.StringIO):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has this file")
 def test_texts_that_cannot_be_written(examples, monkeypatch):
-    serve_lm = examples.serve_lm
-    with pytest.raises(serve_lm.OutputError, match=r"--out '/dev/full': cannot write \(No space left"):
-        with serve_lm.open_out(serve_lm.pathlib.Path("/dev/full")) as out:
+    streams = examples.streams
+    with pytest.raises(streams.OutputError, match=r"--out '/dev/full': cannot write \(No space left"):
+        with streams.open_out(pathlib.Path("/dev/full")) as out:
             out.write("x")
     monkeypatch.setattr(sys, "stdout", Full())
-    texts = serve_lm.Texts(None)
+    texts = streams.Texts(None)
     texts.begin(0, b"a")
-    with pytest.raises(serve_lm.OutputError, match="standard output: cannot write"):
+    with pytest.raises(streams.OutputError, match="standard output: cannot write"):
         texts.extend(0, 65)
 
 

@@ -1,11 +1,9 @@
-"""Whole models over a mesh that splits rows, tokens and heads, with a part of every matrix on each device: the recipe of `examples/mesh.py`."""
+"""Whole models over a mesh that splits rows, tokens and heads, with a part of every matrix on each device: `ejkernel_eqx.models.place`."""
 
 import collections
 import contextlib
-import importlib.util
-import pathlib
+import math
 import re
-import sys
 from typing import Any
 
 import equinox as eqx
@@ -13,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ejkernel_eqx as ejx
@@ -22,7 +20,6 @@ from tests import meshes
 from tests.arrays import normal
 
 reorder_sequence = ejx.sequences.reorder_sequence
-ROOT = pathlib.Path(__file__).parents[2]
 VOCABULARY, WIDTH, HIDDEN, ROWS, TOKENS = 48, 32, 32, 4, 24
 MIXERS: dict[str, dict[str, Any]] = {
     "attention": {"num_heads": 4, "num_kv_heads": 2, "rope": ejx.nn.RotaryEmbedding(8), "qk_norm": True},
@@ -39,16 +36,12 @@ MIXERS: dict[str, dict[str, Any]] = {
 EXPERTS = models.MoEConfig({"hidden_dim": 32, "num_experts": 4, "top_k": 2})
 
 
-@pytest.fixture(scope="module")
-def recipe():
-    """`examples/mesh.py`."""
-    spec = importlib.util.spec_from_file_location("example_mesh", ROOT / "examples" / "mesh.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["example_mesh"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["example_mesh"]
+def mesh_of(sizes: dict[str, int]) -> Mesh:
+    """A mesh with explicit axes, of which those that are not named have one device."""
+    sizes = dict.fromkeys(models.MESH_AXES, 1) | sizes
+    devices = jax.devices()[: math.prod(sizes.values())]
+    kinds = (AxisType.Explicit,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=devices)
 
 
 def model_of(mixers: tuple[str, ...], mlp: Any = None, **options: Any) -> models.Decoder:
@@ -73,19 +66,17 @@ def gradient_of(model: models.Decoder, cross_entropy: Any, **rows: Any) -> tuple
     return jax.jit(jax.value_and_grad(loss)), arrays
 
 
-def over(
-    recipe: Any, model: models.Decoder, sizes: dict[str, int], kind: str = "explicit", **rows: Any
-) -> Any:
+def over(model: models.Decoder, sizes: dict[str, int], kind: str = "explicit", **rows: Any) -> Any:
     """The loss and the gradients over a mesh, and the compiled program."""
-    mesh, explicit = recipe.mesh_of(dict.fromkeys(recipe.AXES, 1) | sizes), kind.startswith("explicit")
+    mesh, explicit = mesh_of(sizes), kind.startswith("explicit")
     if not explicit:
         mesh = jax.make_mesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * 3)
     rows = {name: jax.device_put(x, NamedSharding(mesh, P("data", "sequence"))) for name, x in rows.items()}
-    gradient, arrays = gradient_of(model, recipe.cross_entropy if explicit else plain_loss, **rows)
+    gradient, arrays = gradient_of(model, models.split_cross_entropy if explicit else plain_loss, **rows)
     # On an automatic mesh the compiler would split tokens' features as it finds the weights split.
     whole = lambda arrays: jax.device_put(arrays, NamedSharding(mesh, P()))
-    arrays = recipe.place(arrays, model, mesh) if explicit else whole(arrays)
-    tokens = recipe.put_tokens(batch(), mesh)
+    arrays = models.place(arrays, model, mesh) if explicit else whole(arrays)
+    tokens = models.place_tokens(batch(), mesh)
     with jax.set_mesh(mesh) if kind.endswith("context") else contextlib.nullcontext():
         compiled = gradient.lower(arrays, *tokens).compile()
     found = compiled(arrays, *tokens)
@@ -117,11 +108,11 @@ def shapes_of(compiled: Any, collective: str) -> collections.Counter:
 
 
 @pytest.mark.slow
-def test_only_weights_and_states_are_gathered(recipe):
+def test_only_weights_and_states_are_gathered():
     """Rows, tokens and heads over eight devices."""
     mixers = ("attention", "gated_linear_attention")
     model = model_of(mixers, sequence_axis="sequence")
-    found, compiled = over(recipe, model, {"data": 2, "sequence": 2, "tensor": 2})
+    found, compiled = over(model, {"data": 2, "sequence": 2, "tensor": 2})
     agree((found, compiled), alone(mixers))
     matrices = {x.shape[-2:] for x in jax.tree.leaves(eqx.filter(model, eqx.is_array)) if x.ndim > 1}
     half = {(a // 2, b) for a, b in matrices} | {(a, b // 2) for a, b in matrices}
@@ -161,14 +152,14 @@ PACKED = np.sort(np.random.default_rng(1).integers(0, 3, (ROWS, TOKENS)), axis=1
     [NUMBERS[0], *(pytest.param(*row, marks=pytest.mark.slow) for row in NUMBERS[1:])],
     ids=lambda x: "experts" if x is EXPERTS else str(x),
 )
-def test_numbers_of_one_device(recipe, kind, sizes, mixers, mlp, options):
+def test_numbers_of_one_device(kind, sizes, mixers, mlp, options):
     """Interpreted kernels are as opaque to JAX as those of a GPU. The loop over layers carries the residual, whose type names every axis."""
     if options["platform"] != "xla":
         pytest.importorskip("triton")
     rows = {"segment_ids": PACKED} if len(sizes) == 3 else {}
     axis = None if "latent_attention" in mixers else "sequence"  # it needs all tokens of a row
     model = model_of(mixers, mlp, sequence_axis=axis, **options)
-    agree(over(recipe, model, sizes, kind, **rows), alone(mixers, mlp, **rows))
+    agree(over(model, sizes, kind, **rows), alone(mixers, mlp, **rows))
 
 
 @pytest.mark.few(1)
@@ -182,11 +173,11 @@ def test_numbers_of_one_device(recipe, kind, sizes, mixers, mlp, options):
     ],
     ids=str,
 )
-def test_decoding_keeps_axes_of_one_device(recipe, platform, mixers):
+def test_decoding_keeps_axes_of_one_device(platform, mixers):
     """The loop over steps carries a token of each row, whose axis of size one the mesh axis of the tokens still names."""
     if platform != "xla":
         pytest.importorskip("triton")
-    mesh, model = recipe.mesh_of({"data": 2, "sequence": 1, "tensor": 1}), model_of(mixers, platform=platform)
+    mesh, model = mesh_of({"data": 2, "sequence": 1, "tensor": 1}), model_of(mixers, platform=platform)
     arrays, static = eqx.partition(model, eqx.is_array)
 
     def decode(arrays: Any, prompt: Any) -> Any:
@@ -202,18 +193,18 @@ def test_decoding_keeps_axes_of_one_device(recipe, platform, mixers):
 
     prompt = batch()[:, :8]
     placed = jax.device_put(prompt, NamedSharding(mesh, P("data", "sequence")))
-    meshes.agree(jax.jit(decode)(recipe.place(arrays, model, mesh), placed), jax.jit(decode)(arrays, prompt))
+    meshes.agree(jax.jit(decode)(models.place(arrays, model, mesh), placed), jax.jit(decode)(arrays, prompt))
 
 
 @pytest.mark.slow
-def test_tokens_in_zigzag_order(recipe):
+def test_tokens_in_zigzag_order():
     """Rows reordered once, where the batch is made; the layers know the positions."""
     model = model_of(("attention",) * 2, sequence_axis="sequence", token_order="zigzag")
-    mesh = recipe.mesh_of({"data": 2, "sequence": 4, "tensor": 1})
+    mesh = mesh_of({"data": 2, "sequence": 4, "tensor": 1})
     ids = batch()[:, :-1]
     placed = jax.device_put(reorder_sequence(ids, 4, axis=1), NamedSharding(mesh, P("data", "sequence")))
     arrays, static = eqx.partition(model, eqx.is_array)
-    arrays = recipe.place(arrays, model, mesh)
+    arrays = models.place(arrays, model, mesh)
     logits = jax.jit(lambda arrays, x: eqx.combine(arrays, static)(x))(arrays, placed)
     expected = eqx.filter_jit(model_of(("attention",) * 2))(jnp.asarray(ids))
     meshes.agree(logits, reorder_sequence(expected, 4, axis=1))
@@ -297,16 +288,16 @@ def test_options_of_split_tokens():
 
 
 @pytest.mark.slow
-def test_memory_of_a_device_falls_with_their_number(recipe, optimised):
+def test_memory_of_a_device_falls_with_their_number(optimised):
     """Twice the tokens on twice the devices take about as much of each."""
 
     def temporary(devices: int, tokens: int) -> int:
         model = model_of(("attention",), sequence_axis="sequence", remat="kernels")
-        mesh = recipe.mesh_of(dict.fromkeys(recipe.AXES, 1) | {"sequence": devices})
-        gradient, arrays = gradient_of(model, recipe.cross_entropy)
+        mesh = mesh_of({"sequence": devices})
+        gradient, arrays = gradient_of(model, models.split_cross_entropy)
         where = NamedSharding(mesh, P("data", "sequence"))
         x = jax.ShapeDtypeStruct((1, tokens), jnp.int32, sharding=where)
-        lowered = gradient.lower(recipe.place(arrays, model, mesh), x, x)
+        lowered = gradient.lower(models.place(arrays, model, mesh), x, x)
         return optimised(lowered).memory_analysis().temp_size_in_bytes
 
     one, two = temporary(4, 32768), temporary(8, 65536)

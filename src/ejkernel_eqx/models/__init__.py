@@ -18,6 +18,11 @@ from .layer import MLP as MLP
 from .lora import add_lora as add_lora
 from .lora import LoRA as LoRA
 from .lora import merge_lora as merge_lora
+from .mesh import MESH_AXES as MESH_AXES
+from .mesh import partition_spec as partition_spec
+from .mesh import place as place
+from .mesh import place_tokens as place_tokens
+from .mesh import split_cross_entropy as split_cross_entropy
 from .mixers import MIXERS as MIXERS
 from .pooler import Pooler as Pooler
 from .pretrained import from_config as from_config

@@ -1,0 +1,129 @@
+"""Training over several devices: where parameters, the state of an optimiser and tokens are, and the loss of logits that are split."""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ..nn import MultiHeadAttention
+from .decoder import Decoder
+
+MESH_AXES = ("data", "sequence", "tensor")
+"""The axes of a mesh that [`place`][ejkernel_eqx.models.place] knows."""
+DATA, SEQUENCE, TENSOR = MESH_AXES
+
+
+def partition_spec(path: str, leaf: Any, model: Decoder, mesh: Mesh) -> P:
+    """How an array of a decoder is split over a mesh, as [`place`][ejkernel_eqx.models.place] does it.
+
+    **Arguments:**
+
+    - `path`: of the array in the model, as `jax.tree_util.keystr` writes it. Paths in the state of an optimiser end with it.
+    - `leaf`: the array, or a `jax.ShapeDtypeStruct`.
+    - `model`, `mesh`: as in `place`.
+    """
+    sizes = _sizes(mesh)
+    if leaf.ndim < 2:
+        return P()
+    rows, columns = _axes(path, model, sizes)
+
+    def entry(axes: tuple[str, ...], size: int) -> Any:
+        names = [name for name in axes if name in sizes]
+        if not names or size % math.prod(sizes[name] for name in names):
+            return None
+        return tuple(names) if len(names) > 1 else names[0]
+
+    entries = entry(rows, leaf.shape[-2]), entry(columns, leaf.shape[-1])
+    return P() if entries == (None, None) else P(*(None,) * (leaf.ndim - 2), *entries)
+
+
+def _axes(path: str, model: Decoder, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The axes that split the rows and the columns of a matrix."""
+    whole, fully, tensor = (), (DATA, SEQUENCE), (TENSOR,)
+    if path.endswith((".embedding", ".head.weight", "gate_proj.weight", "up_proj.weight")):
+        return tensor, fully
+    if path.endswith("down_proj.weight"):
+        return fully, tensor
+    if not path.endswith("_proj.weight"):
+        return whole, whole
+    if heads := re.search(r"\.stacks\[(\d+)\]\[(\d+)\]\.mixer\.([qkvo])_proj\.weight$", path):
+        mixer = model.stacks[int(heads[1])][int(heads[2])].mixer
+        if isinstance(mixer, MultiHeadAttention):
+            if heads[3] == "o":
+                return fully, tensor
+            if heads[3] == "q" or mixer.num_kv_heads % sizes.get(TENSOR, 1) == 0:
+                return tensor, fully
+    return whole, fully
+
+
+def _sizes(mesh: Mesh) -> Mapping[str, int]:
+    if not isinstance(mesh, Mesh) or set(mesh.axis_names) - set(MESH_AXES):
+        shown = mesh.axis_names if isinstance(mesh, Mesh) else type(mesh).__name__
+        raise ValueError(
+            f"mesh: expected a jax.sharding.Mesh with axes of {', '.join(MESH_AXES)}, received {shown}; "
+            'jax.make_mesh((2, 2), ("data", "tensor")) makes one.'
+        )
+    return dict(mesh.shape)
+
+
+def place(tree: Any, model: Decoder, mesh: Mesh) -> Any:
+    """A decoder on a mesh, or a tree with arrays of its form, such as the state of an optimiser.
+
+    Axis `data` is for the rows of a batch and `sequence` for their tokens. Over both together, each device keeps a part of every matrix, which is
+    gathered where it multiplies (fully sharded data parallelism). Axis `tensor` splits the heads of attention, the hidden features of MLPs and
+    the vocabulary. An array that an axis does not divide stays whole along it; so do vectors, and experts.
+
+    ```python
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"))  # explicit axes
+    state = ejx.models.place(optimiser.init(eqx.filter(model, eqx.is_inexact_array)), model, mesh)
+    model = ejx.models.place(model, model, mesh)
+    inputs, targets = ejx.models.place_tokens(batch, mesh)  # batch: [B, T + 1]
+    loss = ejx.models.split_cross_entropy(model(inputs), targets)
+    ```
+
+    **Arguments:**
+
+    - `tree`: what is placed. What is not an array in it stays as it is.
+    - `model`: the [`Decoder`][ejkernel_eqx.models.Decoder] that the paths in `tree` are of. If `sequence` has several devices, build it with
+        `sequence_axis="sequence"`.
+    - `mesh`: with some of the axes `data`, `sequence` and `tensor`.
+
+    **Raises:** `ValueError` for a mesh with other axes.
+    """
+
+    def put(path: Any, leaf: Any) -> Any:
+        if not eqx.is_array(leaf):
+            return leaf
+        spec = partition_spec(jax.tree_util.keystr(path), leaf, model, mesh)
+        return jax.device_put(leaf, NamedSharding(mesh, spec))
+
+    return jax.tree_util.tree_map_with_path(put, tree)
+
+
+def place_tokens(batch: Array | np.ndarray, mesh: Mesh) -> tuple[Array, Array]:
+    """Inputs and targets `[..., B, T]` of batches `[..., B, T + 1]` on a mesh, split by rows and tokens."""
+    axes = (name if name in _sizes(mesh) else None for name in (DATA, SEQUENCE))
+    where = NamedSharding(mesh, P(*(None,) * (batch.ndim - 2), *axes))
+    return jax.device_put(batch[..., :-1], where), jax.device_put(batch[..., 1:], where)
+
+
+@jax.jit  # outside of it, numbers of columns cannot be made where the logits are
+def split_cross_entropy(logits: Array, targets: Array) -> Array:
+    """The mean cross entropy of all tokens, in nats, from logits on an explicit mesh. Logits whose vocabulary is split are not gathered.
+
+    **Arguments:**
+
+    - `logits`: `[..., V]`; `targets`: integers `[...]`, from 0 to `V - 1`.
+    """
+    where = jax.typeof(logits).sharding
+    number = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1, out_sharding=where)
+    of_target = jnp.sum(jnp.where(number == targets[..., None], logits, 0.0), axis=-1)
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - of_target)

@@ -1,0 +1,65 @@
+"""Where `ejx.models.place` puts arrays, on meshes with some of the axes; `test_split_tokens.py` has gradients on all of them."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from ejkernel_eqx import models
+from tests.tolerances import assert_close
+
+ATTENTION = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+
+
+def decoder() -> models.Decoder:
+    layer = models.LayerConfig("attention", ATTENTION, models.MLPConfig(64))
+    return models.Decoder(models.DecoderConfig(48, 32, (layer,)), platform="xla", key=jax.random.key(0))
+
+
+def mesh_of(**sizes: int) -> jax.sharding.Mesh:
+    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), devices=devices)
+
+
+@pytest.mark.slow
+def test_a_mesh_of_two_axes_gives_the_loss_of_one_device():
+    model, mesh = decoder(), mesh_of(data=2, tensor=2)
+    batch = np.random.default_rng(0).integers(0, 48, (4, 9)).astype(np.int32)
+    logits = eqx.filter_jit(lambda model, tokens: model(tokens))
+    inputs, targets = models.place_tokens(batch, mesh)
+    loss = models.split_cross_entropy(logits(models.place(model, model, mesh), inputs), targets)
+    expected = np.asarray(logits(model, jnp.asarray(batch[:, :-1])), np.float64)
+    lse = np.log(np.sum(np.exp(expected), -1))
+    expected = np.mean(lse - np.take_along_axis(expected, batch[:, 1:, None], -1)[..., 0])
+    assert_close(loss, expected, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "path", "shape", "spec"),
+    [
+        # Heads by tensor and features by all others; the other way round for what follows them.
+        ({"data": 2, "sequence": 2, "tensor": 2}, "mixer.q_proj", (1, 32, 32), P(None, "tensor", ("data", "sequence"))),
+        ({"data": 2, "sequence": 2, "tensor": 2}, "mixer.o_proj", (1, 32, 32), P(None, ("data", "sequence"), "tensor")),
+        ({"data": 2}, "mixer.k_proj", (1, 16, 32), P(None, None, "data")),
+        ({"tensor": 2}, "mlp.down_proj", (1, 32, 64), P(None, None, "tensor")),
+        # Two key/value heads are not split over four devices, and 30 features neither.
+        ({"tensor": 4}, "mixer.k_proj", (1, 16, 32), P()),
+        ({"data": 4}, "mlp.up_proj", (1, 64, 30), P()),
+        ({"tensor": 2}, "mixer_norm", (1, 32), P()),
+    ],
+)  # fmt: skip
+def test_how_an_array_is_split(sizes, path, shape, spec):
+    leaf = jax.ShapeDtypeStruct(shape, jnp.float32)
+    name = f".stacks[0][0].{path}.weight"
+    found = models.partition_spec(name, leaf, decoder(), mesh_of(**sizes))
+    assert tuple(found) == tuple(spec)
+
+
+def test_other_axes_are_named():
+    mesh = jax.make_mesh((1,), ("rows",), devices=jax.devices()[:1])
+    with pytest.raises(
+        ValueError, match=r"mesh: expected .* with axes of data, sequence, tensor, received \('rows',\)"
+    ):
+        models.place({"x": jnp.ones((2, 2))}, decoder(), mesh)
