@@ -23,7 +23,6 @@ _POSITIONS = ("wpe.weight", "embed_positions.weight")
 _FINAL_NORMS = ("norm", "norm_f", "final_layernorm", "final_layer_norm", "embedding_norm", "ln_f")
 _HEADS = ("lm_head", "embed_out")
 _MIXERS = ("self_attn", "linear_attn", "mixer", "attn", "mamba", "attention", "conv", "self_attention")
-_LAYERS = ("layers", "h")
 _NORM_FIELDS = ("mixer_norm", "mixer_out_norm", "mlp_norm", "mlp_out_norm")
 _NORM_NAMES = {
     "pre": ("input_layernorm", None, "post_attention_layernorm", None),
@@ -90,20 +89,21 @@ def _outer(model: Any, weights: Any) -> _Outer:
     return _Outer(views, body, embedding_of(body) or _EMBEDDINGS[0], norm, above.at(head))
 
 
-def parts_of(model: Any, weights: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """The parts of a model one after the other, each with the function that fills it and its view of the published arrays."""
+def parts_of(model: Any, weights: Any) -> Iterator[tuple[Any, Callable[..., Any], tuple[Any, ...]]]:
+    """The parts of a model one after the other, each with the function that fills it and the views of the published arrays for it."""
     outer = _outer(model, weights)
-    yield model.embedding, lambda like, view: view.take(outer.embedding, like.shape, like.dtype), outer.body
+    body = outer.body
+    yield model.embedding, lambda like, view: view.take(outer.embedding, like.shape, like.dtype), (body,)
     if model.positions is not None:
-        yield model.positions, _filled_positions, outer.body
+        yield model.positions, _filled_positions, (body,)
     if model.layer_embedding is not None:
-        yield model.layer_embedding, fill, outer.body
-    for index in range(model.num_layers):
-        read = lambda layer, body, index=index: filled_layer(layer, *_places(model, body)(index))
-        yield model.layer(index), read, outer.body
-    yield model.norm, fill, outer.norm
+        yield model.layer_embedding, fill, (body,)
+    name, blocks = _layers_of(body), _blocks(body, model.config.layers)
+    for index, both in enumerate(blocks):
+        yield model.layer(index), filled_layer, tuple(body.at(f"{name}.{block}") for block in both)
+    yield model.norm, fill, (outer.norm,)
     if model.head is not None:
-        yield model.head, fill, outer.head
+        yield model.head, fill, (outer.head,)
 
 
 def filled_decoder(model: Any, weights: Any) -> Any:
@@ -121,19 +121,18 @@ def filled_decoder(model: Any, weights: Any) -> Any:
     else:
         for view in views:
             _check_tied(view, embedding)
+    name = _layers_of(body)
     blocks = _blocks(body, model.config.layers)
-    check_layers(body, max(max(both) for both in blocks) + 1, _first(body, _LAYERS))
-    stacks = filled_stacks(model, _places(model, body), filled_layer)
+    check_layers(body, max(max(both) for both in blocks) + 1, name)
+    views_of = lambda index: tuple(body.at(f"{name}.{block}") for block in blocks[index])
+    stacks = filled_stacks(model, views_of, filled_layer)
     where = lambda m: (m.embedding, m.positions, m.layer_embedding, m.norm, m.head, m.stacks)
     new = (embedding, positions, of_layers, norm, head, stacks)
     return eqx.tree_at(where, model, new, is_leaf=lambda leaf: leaf is None)
 
 
-def _places(model: Any, body: Any) -> Callable[[int], tuple[Any, Any]]:
-    """The views of a layer by its number: of its mixer and of its MLP."""
-    name, blocks = _first(body, _LAYERS), _blocks(body, model.config.layers)
-    mixer, mlp = zip(*blocks)
-    return lambda index: (body.at(f"{name}.{mixer[index]}"), body.at(f"{name}.{mlp[index]}"))
+def _layers_of(body: Any) -> str:
+    return _first(body, ("layers", "h"))
 
 
 def _filled_positions(table: Any, body: Any) -> Any:

@@ -36,13 +36,10 @@ _SHARED = Form(experts="mlp.shared_experts.gate_proj.weight")
 _NEOX = "attention.query_key_value.weight attention.dense.weight mlp.dense_h_to_4h.weight mlp.dense_4h_to_h.weight"
 _GPT_OSS = "mlp.router.weight mlp.experts.gate_up_proj mlp.experts.gate_up_proj_bias"
 
-_FEED_FORWARD = "pre_ff_layernorm.weight feed_forward.up_proj.weight"
-
 FORMS: dict[str, Form] = {
-    "bamba": Form("model.final_layernorm.weight", _FEED_FORWARD, "mamba.A_log"),
+    "apertus": Form(layer="attention_layernorm.weight feedforward_layernorm.weight"),
     "deepseek_v2": _SHARED,
     "deepseek_v3": _SHARED,
-    "falcon_h1": Form("model.final_layernorm.weight", f"{_FEED_FORWARD} self_attn.q_proj.weight mamba.A_log"),
     "falcon_mamba": _BACKBONE,
     "glm4": Form(layer="post_self_attn_layernorm.weight mlp.gate_up_proj.weight"),
     "glm4_moe": _SHARED,
@@ -69,7 +66,10 @@ FORMS: dict[str, Form] = {
     "starcoder2": Form(layer="mlp.c_fc.weight mlp.c_proj.weight"),
 }
 """By `model_type`. A family that is not here has the names of Llama."""
-ONLY_LIKE = tuple("falcon gemma4_text gpt2 jamba kimi_linear lfm2 lfm2_moe olmo_hybrid opt".split())
-"""Families whose form only a published folder tells."""
-ONLY_READ = ("apertus", "nemotron_h")
-"""Families that cannot be written: numbers published as arrays of one entry; blocks of their own for mixers and MLPs."""
+ONLY_LIKE = tuple(
+    (
+        "bamba dots1 falcon falcon_h1 gemma4_text gpt2 jamba kimi_linear lfm2 lfm2_moe nemotron_h "
+        "olmo_hybrid opt"
+    ).split()
+)
+"""Families whose published names or shapes are taken from a published file alone."""

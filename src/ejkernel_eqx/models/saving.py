@@ -24,7 +24,7 @@ from ..weights.quantised.source import opened
 from ..weights.source import ArraySource, of_file, Source
 from .decoder import Decoder
 from .filling import parts_of
-from .forms import Form, FORMS, ONLY_LIKE, ONLY_READ
+from .forms import Form, FORMS, ONLY_LIKE
 from .lora import is_lora, merge_lora
 from .pretrained import read_config
 from .published import decoder_config
@@ -115,11 +115,6 @@ def _configuration(model: Any, origin: pathlib.Path | None) -> dict[str, Any]:
         raise ValueError(
             "model: expected the architecture of its config.json, received a model whose config differs; give the folder that it is like."
         )
-    if config.get("model_type") in ONLY_READ:
-        raise ValueError(
-            f"model: expected a family that can be written, received {config['model_type']}, whose published form can only be read; save it with "
-            "ejx.save."
-        )
     if origin is None and (config.get("text_config") or config.get("model_type") in ONLY_LIKE):
         raise ValueError(
             "like: expected the folder of the published model, received None; a Decoder does not have all of "
@@ -161,8 +156,8 @@ def _check_arrays(model: Decoder) -> None:
 def _weights(model: Decoder, source: Source, copies: bool) -> Iterator[tuple[str, np.ndarray]]:
     """Published arrays by name, and those of the source that the model does not have."""
     view = Recorder.over(source)
-    for module, read, part in parts_of(model, view):
-        yield from arrays_of(module, read, part).items()
+    for module, read, views in parts_of(model, view):
+        yield from arrays_of(module, read, views).items()
     # The head of a model that has none is the embedding, which has changed.
     tied = ("lm_head.weight", "embed_out.weight") if model.head is None else ()
     for name in source.names() if copies else ():
@@ -185,7 +180,7 @@ def _write_weights(
     for name, array in arrays:
         if shard and sum(x.nbytes for x in shard.values()) + array.nbytes > max_shard_bytes:
             close()
-        shard[name] = np.ascontiguousarray(array)
+        shard[name] = np.asarray(array, order="C")
         total += array.nbytes
     close()
     if len(files) == 1:
@@ -204,10 +199,10 @@ def _adapters(model: Decoder, source: Source, base: str) -> tuple[dict[str, np.n
     plain = jax.tree.map(lambda node: node.base if is_lora(node) else node, model, is_leaf=is_lora)
     view, arrays, modules = Recorder.over(source), {}, []
     kinds: set[tuple[int, float]] = set()
-    for (module, _, _), (without, read, part) in zip(parts_of(model, view), parts_of(plain, view)):
+    for (module, _, _), (without, read, views) in zip(parts_of(model, view), parts_of(plain, view)):
         nodes = jax.tree_util.tree_leaves_with_path(module, is_leaf=is_lora)
         updates = {jax.tree_util.keystr(path): node for path, node in nodes if is_lora(node)}
-        names = names_of(without, read, part) if updates else {}
+        names = names_of(without, read, views) if updates else {}
         for path, update in updates.items():
             if f"{path}.weight" not in names:
                 raise ValueError(

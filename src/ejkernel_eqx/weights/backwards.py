@@ -16,8 +16,8 @@ from .fill import is_parameter
 from .source import Source
 from .view import Ledger, Weights
 
-Read = Callable[[Any, Weights], Any]
-"""From a module and a view of published arrays to the module filled."""
+Read = Callable[..., Any]
+"""From a module and views of published arrays to the module filled."""
 
 
 class Recorder(Weights):
@@ -31,10 +31,20 @@ class Recorder(Weights):
     def recorded(self) -> dict[str, jax.ShapeDtypeStruct]:
         return self._ledger.recorded
 
+    @property
+    def made(self) -> list[tuple[jax.Array, str]]:
+        """The arrays that stand for those of names, since it was cleared."""
+        return self._ledger.made
+
+    @property
+    def offset(self) -> set[str]:
+        """The names of norms that are published as `weight - 1`."""
+        return self._ledger.offset
+
     def take(self, name: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         self.recorded[self.prefix + name] = jax.ShapeDtypeStruct(shape, dtype)
         made = jnp.zeros(shape, dtype)
-        self._ledger.made.append((made, self.prefix + name))
+        self.made.append((made, self.prefix + name))
         return made
 
     def take_matrix(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -42,7 +52,7 @@ class Recorder(Weights):
 
     def take_norm(self, name: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         if self.unit_offset_norms:
-            self._ledger.offset.add(self.prefix + name)
+            self.offset.add(self.prefix + name)
         return self.take(name, shape, dtype)
 
 
@@ -52,14 +62,15 @@ def shapes_of(module: Any) -> Any:
     return jax.tree.map(one, module, is_leaf=is_quantised)
 
 
-def names_of(module: Any, read: Read, view: Recorder) -> dict[str, str]:
+def names_of(module: Any, read: Read, views: tuple[Recorder, ...]) -> dict[str, str]:
     """The names of the arrays that `read` takes as they stand, by their paths in the module."""
     names: dict[str, str] = {}
 
     def trace() -> None:
-        view._ledger.made.clear()
-        for path, leaf in jax.tree_util.tree_leaves_with_path(read(shapes_of(module), view)):
-            name = next((name for made, name in view._ledger.made if made is leaf), None)
+        made = views[0].made
+        made.clear()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(read(shapes_of(module), *views)):
+            name = next((name for array, name in made if array is leaf), None)
             if name is not None:
                 names[jax.tree_util.keystr(path)] = name
 
@@ -67,19 +78,24 @@ def names_of(module: Any, read: Read, view: Recorder) -> dict[str, str]:
     return names
 
 
-def arrays_of(module: Any, read: Read, view: Recorder) -> dict[str, np.ndarray]:
+def arrays_of(module: Any, read: Read, views: tuple[Recorder, ...]) -> dict[str, np.ndarray]:
     """The published arrays by name that `read` fills the module from, on the host.
 
     Raises `ValueError` if they would not be read back as they are.
     """
     like = shapes_of(module)
     values = [np.asarray(leaf) for leaf in jax.tree.leaves(module) if is_parameter(leaf)]
-    filled = lambda weights: [x for x in jax.tree.leaves(read(like, weights)) if is_parameter(x)]
+    view = views[0]
+    filled = lambda views: [x for x in jax.tree.leaves(read(like, *views)) if is_parameter(x)]
     before = set(view.recorded)
-    jax.eval_shape(lambda: filled(view))
-    view._ledger.made.clear()
+    jax.eval_shape(lambda: filled(views))
+    view.made.clear()
     shapes = {name: shape for name, shape in view.recorded.items() if name not in before}
-    again = lambda arrays: filled(Weights.open(arrays, view.prefix))
+
+    def again(arrays: Any) -> list[Any]:
+        root = Weights.open(arrays)
+        return filled([root.at(one.prefix.removesuffix(".")) if one.prefix else root for one in views])
+
     arrays = jax.linear_transpose(again, shapes)(values)[0]
     same = lambda x, y: np.array_equal(np.asarray(x), y, equal_nan=True)
     if not all(map(same, again(arrays), values)):
@@ -87,5 +103,4 @@ def arrays_of(module: Any, read: Read, view: Recorder) -> dict[str, np.ndarray]:
             f"model: expected arrays that are read back as they were, received others under {view.prefix!r}: this form can only be read. Save the "
             "model with ejx.save."
         )
-    offset = view._ledger.offset
-    return {name: np.asarray(x - 1 if name in offset else x) for name, x in arrays.items()}
+    return {name: np.asarray(x - 1 if name in view.offset else x) for name, x in arrays.items()}
