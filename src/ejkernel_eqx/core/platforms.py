@@ -26,14 +26,14 @@ def kernels_unavailable(device: DeviceFacts) -> str | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class NoChoice:
+class NoConfig:
     """The configuration of a platform without options."""
 
 
 class Plain(PlatformHooks):
     """Platform `xla` of a family: a function `(arrays, spec) -> results` that XLA fuses. Only the arrays are kept for its gradient."""
 
-    config_type = NoChoice
+    config_type = NoConfig
 
     def __init__(self, function: Callable[[Any, Any], Named]):
         self._function = jax.checkpoint(function, static_argnums=1)
@@ -41,13 +41,13 @@ class Plain(PlatformHooks):
     def unsupported(self, problem: Problem, device: DeviceFacts) -> str | None:
         return None
 
-    def default_config(self, problem: Problem, device: DeviceFacts) -> NoChoice:
-        return NoChoice()
+    def default_config(self, problem: Problem, device: DeviceFacts) -> NoConfig:
+        return NoConfig()
 
-    def candidates(self, problem: Problem, device: DeviceFacts) -> list[NoChoice]:
-        return [NoChoice()]
+    def candidates(self, problem: Problem, device: DeviceFacts) -> list[NoConfig]:
+        return [NoConfig()]
 
-    def apply(self, arrays: Any, spec: Any, config: NoChoice) -> Named:
+    def apply(self, arrays: Any, spec: Any, config: NoConfig) -> Named:
         return self._function(arrays, spec)
 
 
