@@ -117,7 +117,7 @@ def axes_of(arrays: AttentionArrays, spec: AttentionSpec | None = None) -> dict[
     }
 
 
-def arrays_of(make: Callable[..., T] = AttentionArrays, **given: Array) -> T:
+def arrays_of(make: Callable[..., T] = AttentionArrays, /, **given: Array) -> T:
     """The arrays of a call from keyword arguments."""
     rows = RowRanges(*(given.pop(name) for name in _ROWS)) if _ROWS[0] in given else None
     return make(**given, rows=rows)
