@@ -14,6 +14,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
 from benchmarks import problems
+from benchmarks.tpu_ahead import facts_of
 from benchmarks.tpu_static import Case, PARTLY, PASSES, Program
 from ejkernel_eqx.attention.core import problem_of as attention_problem
 from ejkernel_eqx.attention.pallas import compiled as attention_kernels
@@ -22,7 +23,6 @@ from ejkernel_eqx.attention.spec import AttentionArrays, AttentionSpec
 from ejkernel_eqx.latent.core import problem_of as latent_problem
 from ejkernel_eqx.latent.pallas import compiled as latent_kernels
 from ejkernel_eqx.latent.spec import LatentArrays
-from ejkernel_eqx.launch.tpu_ahead import facts_of
 from ejkernel_eqx.matmul.core import problem_of as matmul_problem
 from ejkernel_eqx.matmul.pallas import compiled as matmul_kernels
 from ejkernel_eqx.matmul.pallas.products_kernel import CHUNK, chunks_together

@@ -195,7 +195,7 @@ def measured(program: Program, generation: str, folder: pathlib.Path) -> dict[st
     """Reads what the compiler says of one program."""
     import jax
 
-    from ejkernel_eqx.launch.tpu_ahead import compile_for_tpu
+    from benchmarks.tpu_ahead import compile_for_tpu
 
     key = generation, program.function  # a program of several kernels is compiled once
     try:

@@ -8,7 +8,8 @@ import jax
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel_eqx.launch import executing, tpu_ahead
+from benchmarks import tpu_ahead
+from ejkernel_eqx.launch import executing
 from ejkernel_eqx.launch.pallas import TpuLaunch
 
 GENERATIONS = tuple(tpu_ahead.TOPOLOGIES)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Written(NamedTuple):
-    """Says how a room implements a platform: for which devices, with which priority, and in which module.
+    """Says how a room implements a platform: for which devices, with which priority, and in which module, or as which object of one.
 
     The highest priority that supports a request comes first; below zero only if requested by name."""
 
@@ -22,8 +22,8 @@ PLATFORMS = {
     # Behind XLA until someone has run it on a TPU, and because the compiler cannot split it on automatic meshes: used where it is requested, or
     # where a table of the device has it as the faster one.
     "pallas": Written("tpu", 5, "pallas.compiled"),
-    "triton-interpret": Written("any", -10, "triton.interpreted"),
-    "pallas-interpret": Written("any", -20, "pallas.interpreted"),
+    "triton-interpret": Written("any", -10, "triton.compiled:interpreted"),
+    "pallas-interpret": Written("any", -20, "pallas.compiled:interpreted"),
 }
 _USUAL = ("triton", "xla", "triton-interpret")
 _ON_TPU = (*_USUAL, "pallas", "pallas-interpret")

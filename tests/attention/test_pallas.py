@@ -31,8 +31,8 @@ TILES = (tiles((128, 128), (128, 128), (128, 128)), tiles((256, 128), (128, 256)
 
 
 def run(arrays, dout, dlse, spec, config):
-    out, lse = interpreted.platform.forward(arrays, spec, config)
-    return out, lse, interpreted.platform.backward(arrays, spec, config, out, lse, dout, dlse)
+    out, lse = interpreted.forward(arrays, spec, config)
+    return out, lse, interpreted.backward(arrays, spec, config, out, lse, dout, dlse)
 
 
 run = quick(run, static_argnums=(3, 4))

@@ -31,8 +31,8 @@ TILES = (
 
 
 def run(arrays, dout, dlse, spec, config):
-    out, lse = triton_interpret.platform.forward(arrays, spec, config)
-    return out, lse, triton_interpret.platform.backward(arrays, spec, config, out, lse, dout, dlse)
+    out, lse = triton_interpret.forward(arrays, spec, config)
+    return out, lse, triton_interpret.backward(arrays, spec, config, out, lse, dout, dlse)
 
 
 run = quick(run, static_argnums=(3, 4))

@@ -3,8 +3,8 @@
 import pytest
 
 pytest.importorskip("triton")
-from ejkernel_eqx.attention.triton import compiled, interpreted
-from ejkernel_eqx.attention.triton.compiled import TileConfig, TritonConfig
+from ejkernel_eqx.attention.triton import compiled
+from ejkernel_eqx.attention.triton.compiled import interpreted, TileConfig, TritonConfig
 from ejkernel_eqx.attention.triton.hopper import backward_call, backward_tiles, lists, schedule, tile_sizes
 from ejkernel_eqx.attention.triton.hopper import call as forward_call
 from ejkernel_eqx.testing import interpret

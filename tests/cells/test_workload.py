@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx.cells.core import problem_of
-from ejkernel_eqx.cells.workload import example_problem, make_inputs, spec_of
+from ejkernel_eqx.cells.workload import example_problem, make_arrays, spec_of
 from ejkernel_eqx.cells.xla import XlaConfig
 from ejkernel_eqx.dispatch import BOTH, FORWARD, kernel_registry
 from ejkernel_eqx.launch import compile_ahead
@@ -35,10 +35,10 @@ KINDS = {
 @pytest.mark.parametrize("name", KINDS)
 def test_inputs_are_of_their_problem(name):
     wanted = KINDS[name]
-    arrays = make_inputs(wanted, 0).arrays
+    arrays = make_arrays(wanted, 0)
     found = problem_of(OPERATION, arrays, spec_of(wanted))
     assert (found, found.key()) == (wanted, wanted.key())
-    assert (np.asarray(make_inputs(wanted, 1).arrays.x) != np.asarray(arrays.x)).any()
+    assert (np.asarray(make_arrays(wanted, 1).x) != np.asarray(arrays.x)).any()
 
 
 @pytest.mark.few(1)

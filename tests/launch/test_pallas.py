@@ -11,10 +11,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.tpu_ahead import facts_of
 from ejkernel_eqx.dispatch import Backend, DeviceFacts, Platform
 from ejkernel_eqx.launch.pallas import run, TpuLaunch
 from ejkernel_eqx.launch.sizes import tile_bytes, too_large_for_vmem
-from ejkernel_eqx.launch.tpu_ahead import facts_of
 from ejkernel_eqx.parallel import how_split, Leading, opaque, Split
 from tests.tpus import compile_ahead, GENERATIONS, lower, needs_libtpu, without_races
 

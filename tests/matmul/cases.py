@@ -15,7 +15,6 @@ from ejkernel_eqx.matmul.arguments import resolve, RightSide
 from ejkernel_eqx.matmul.core import GROUPED
 from ejkernel_eqx.matmul.workload import example_problem as example_problem
 from ejkernel_eqx.matmul.workload import make_arrays as make_arrays
-from ejkernel_eqx.matmul.workload import make_inputs as make_inputs
 from ejkernel_eqx.matmul.workload import spec_of as spec_of
 from ejkernel_eqx.paged.cache.quantise import quantise
 from tests.attention.dense import quick

@@ -11,7 +11,7 @@ import pytest
 from ejkernel_eqx.dispatch import from_dict, to_dict
 from ejkernel_eqx.launch import compile_ahead, executing, gluon_unavailable, own_call, run
 from tests.compiled import DEVICES
-from tests.matmul.cases import example_problem, make_inputs, spec_of
+from tests.matmul.cases import example_problem, make_arrays, spec_of
 from tests.workloads import launches
 
 pytest.importorskip("triton")
@@ -114,7 +114,7 @@ def test_shared_memory_is_checked():
 def test_it_is_not_interpreted():
     of, config = problem(dict(M=64, K=64, N=64, E=1)), configured()
     pytest.importorskip("triton.experimental.gluon")
-    arrays = make_inputs(of, spec_of(of), 0).arrays
+    arrays = make_arrays(of, spec_of(of), 0)
     with pytest.raises(ValueError, match="interpreted"):
         with executing(functools.partial(run, interpret=True)):
             triton.forward(arrays, spec_of(of), config)
@@ -158,7 +158,7 @@ def test_it_is_staged_in_a_mesh(monkeypatch):
     monkeypatch.setattr(own_call, "begin", lambda launch, target: None)
     of = problem(dict(M=512, K=64, N=128, E=2))
     spec, config = spec_of(of), triton.default_config(of, HOPPER)
-    arrays = make_inputs(of, spec, 0).arrays
+    arrays = make_arrays(of, spec, 0)
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     rows, whole = jax.P(None, "d"), jax.P()
 

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 
 import ejkernel_eqx as ejx
+from ejkernel_eqx.core.workload import random_cotangents
+from ejkernel_eqx.native_sparse.core import ATTEND
 from ejkernel_eqx.native_sparse.native_pages.workload import example_problem as problem_of_pages
 from ejkernel_eqx.native_sparse.problems import problem_of, spec_of
-from ejkernel_eqx.native_sparse.workload import example_problem, make_arrays, make_inputs
+from ejkernel_eqx.native_sparse.workload import example_problem, make_arrays
 from tests.compiled import DEVICES, executed
 
 __all__ = ["make_arrays", "problem_of", "spec_of"]
@@ -58,5 +60,7 @@ def launches(problem: ejx.Problem, config: Any, save: bool = True) -> list[Any]:
         saved.pop("out")
         return triton.backward(arrays, spec, config, saved, cotangents) if save else saved
 
-    jax.eval_shape(executed(both, record), *jax.eval_shape(lambda: tuple(make_inputs(problem, spec, 0))))
+    arrays = jax.eval_shape(lambda: make_arrays(problem, spec, 0))
+    cotangents = jax.eval_shape(lambda arrays: random_cotangents(ATTEND, arrays, spec, 0), arrays)
+    jax.eval_shape(executed(both, record), arrays, cotangents)
     return found

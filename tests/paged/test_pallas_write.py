@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.launch.tpu_ahead import compile_for_tpu
+from benchmarks.tpu_ahead import compile_for_tpu
 from ejkernel_eqx.paged.pallas import write_kernel
 from tests.attention.dense import normal
 from tests.paged import writes

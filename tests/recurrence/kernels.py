@@ -14,7 +14,8 @@ from tests.recurrence.cases import problem_of, RecurrenceArrays, RecurrenceSpec
 
 pytest.importorskip("triton")
 from ejkernel_eqx.launch import compile_ahead, gluon_unavailable, Launch, run
-from ejkernel_eqx.recurrence.triton import compiled, interpreted
+from ejkernel_eqx.recurrence.triton import compiled
+from ejkernel_eqx.recurrence.triton.compiled import interpreted
 from ejkernel_eqx.recurrence.triton.hopper import tile_sizes
 from ejkernel_eqx.recurrence.triton.tile_sizes import Tile, TritonConfig
 
@@ -34,7 +35,7 @@ def config(chunk: int = CHUNK, block_k: int = 16, block_v: int = 16) -> TritonCo
 
 
 def check(case: cases.Case, config: TritonConfig) -> None:
-    cases.check(case, interpreted.platform, config)
+    cases.check(case, interpreted, config)
 
 
 def default_config(arrays: RecurrenceArrays, spec: RecurrenceSpec, device: Any) -> TritonConfig:

@@ -8,7 +8,7 @@ import pytest
 
 from ejkernel_eqx.dispatch import kernel_registry, Platform, Problem
 from ejkernel_eqx.recurrence.pallas import compiled
-from ejkernel_eqx.recurrence.pallas.interpreted import platform
+from ejkernel_eqx.recurrence.pallas.compiled import interpreted as platform
 from ejkernel_eqx.recurrence.pallas.tile_sizes import heads_of_step, PallasConfig, vmem
 from tests import tpus
 from tests.attention.dense import quick

@@ -136,7 +136,7 @@ def test_splits_longer_than_the_reach_of_their_tokens(name, monkeypatch):
         return
     arrays, spec = make(case)
     edge = 6 * CHUNK  # of the first split
-    forward = lambda v: interpreted.platform.forward(arrays._replace(v=v), spec, splits)["out"]
+    forward = lambda v: interpreted.forward(arrays._replace(v=v), spec, splits)["out"]
     poisoned = forward(arrays.v.at[:, 0].set(np.inf))
     assert not np.isfinite(np.asarray(poisoned[:, edge - 1], np.float32)).any()
     np.testing.assert_array_equal(poisoned[:, edge:], forward(arrays.v)[:, edge:])

@@ -9,7 +9,7 @@ import pytest
 from tests.selective_scan import cases
 
 pytest.importorskip("triton")
-from ejkernel_eqx.selective_scan.triton import interpreted as triton_interpret
+from ejkernel_eqx.selective_scan.triton.compiled import interpreted as triton_interpret
 from ejkernel_eqx.selective_scan.triton.compiled import ScanTile, TritonConfig
 from ejkernel_eqx.selective_scan.triton.step_kernel import StepTile
 
@@ -23,15 +23,13 @@ def run(case: cases.Case, config: TritonConfig, save: bool = True) -> cases.Resu
     arrays, spec = cases.make(case)
     dout, dstate = cases.cotangents(case)
     arrays = cases.padded(case, arrays)
-    results = triton_interpret.platform.forward(arrays, spec, config)
-    without = triton_interpret.platform.forward(arrays, spec, config, save=False)
+    results = triton_interpret.forward(arrays, spec, config)
+    without = triton_interpret.forward(arrays, spec, config, save=False)
     seen = cases.in_sequence(case, arrays)
     for name, counts in (("out", seen), ("final_state", True)):
         first, second = (np.asarray(r[name]).astype(np.float32) for r in (results, without))
         np.testing.assert_array_equal(np.where(counts, first, 0), np.where(counts, second, 0))
-    grads = triton_interpret.platform.backward(
-        arrays, spec, config, results, {"out": dout, "final_state": dstate}
-    )
+    grads = triton_interpret.backward(arrays, spec, config, results, {"out": dout, "final_state": dstate})
     grads = {name: x.sum(0) if name in cases.SHARED else x for name, x in grads.items()}
     grads = {name: x.astype(getattr(arrays, name).dtype) for name, x in grads.items()}
     return cases.Result(results["out"], results["final_state"], grads)

@@ -2,8 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 from jax import Array
@@ -15,6 +15,8 @@ from ..parallel import given_of
 from . import reference
 from .masks.bounds.classify import visible_share
 from .spec import AttentionArrays, AttentionSpec, LEARNED, RowRanges
+
+T = TypeVar("T")
 
 OUT_NAME, LSE_NAME = "attention_out", "attention_lse"
 """Names of the two residuals that only the kernel can recompute, for `jax.checkpoint_policies.save_only_these_names`."""
@@ -115,14 +117,14 @@ def axes_of(arrays: AttentionArrays, spec: AttentionSpec | None = None) -> dict[
     }
 
 
-def arrays_of(**given: Array) -> AttentionArrays:
+def arrays_of(make: Callable[..., T] = AttentionArrays, /, **given: Array) -> T:
     """The arrays of a call from keyword arguments."""
     rows = RowRanges(*(given.pop(name) for name in _ROWS)) if _ROWS[0] in given else None
-    return AttentionArrays(**given, rows=rows)
+    return make(**given, rows=rows)
 
 
 class AttentionKind(Kind):
-    def attend(self, plan: Plan, operation: str, arrays: AttentionArrays, spec: AttentionSpec) -> Any:
+    def attend(self, plan: Plan, operation: str, arrays: Any, spec: AttentionSpec) -> Any:
         """The output `[..., T, H, V]`, and with `return_lse` the log-sum-exp `[..., T, H]`, on the platform that the plan chooses."""
         results = self.call(plan, operation, arrays, spec)
         return (results["out"], jnp.swapaxes(results["lse"], -1, -2)) if spec.return_lse else results["out"]

@@ -12,7 +12,7 @@ from jax import Array
 from ..core.arguments import accumulator
 from ..core.letters import wide_dtype
 from ..core.words import read_flags, read_sizes, SWITCH
-from ..core.workload import Inputs, random_cotangents, random_offsets, workload_of
+from ..core.workload import random_offsets, workload_of
 from ..dispatch import Implementation, Problem, Workload
 from .core import KINDS, problem_of
 from .spec import CellArrays, CellSpec, CHOICES, GATES, letters, PADDING, SHARED, STARTS
@@ -22,7 +22,7 @@ def workload(implementation: Implementation, problem: Problem) -> Workload:
     """The work of one problem on one of the platforms; its operations are those of the recurrent products."""
     spec = spec_of(problem)
     flops = 2.0 * problem.dim("B") * problem.dim("T") * GATES[spec.cell] * problem.dim("H") ** 2
-    make = functools.partial(make_inputs, problem)
+    make = functools.partial(make_arrays, problem)
     return workload_of(KINDS[spec.cell], implementation, spec, make, flops=flops)
 
 
@@ -32,9 +32,9 @@ def spec_of(problem: Problem) -> CellSpec:
     return CellSpec(cell, activation, gate, problem.dtype("state"))
 
 
-def make_inputs(problem: Problem, seed: int) -> Inputs:
+def make_arrays(problem: Problem, seed: int) -> CellArrays:
     """Random values; packed rows hold documents of various lengths, and rows with marks end in padding."""
-    arrays, spec = _random(problem, seed), spec_of(problem)
+    arrays = _random(problem, seed)
     rng, batch, length = np.random.default_rng(seed), problem.dim("B"), problem.dim("T")
     if problem.flag("packed") == "offsets":
         arrays = arrays._replace(offsets=random_offsets(problem, rng, "S"))
@@ -43,7 +43,7 @@ def make_inputs(problem: Problem, seed: int) -> Inputs:
         real = rng.integers(length - length // 4, length + 1, (batch, 1))
         marks = np.where(np.arange(length) < real, marks, PADDING)
         arrays = arrays._replace(marks=jnp.asarray(marks, jnp.int32))
-    return Inputs(arrays, random_cotangents(KINDS[spec.cell], arrays, spec, seed))
+    return arrays
 
 
 @functools.partial(jax.jit, static_argnums=0)

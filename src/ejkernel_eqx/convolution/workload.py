@@ -10,7 +10,7 @@ import numpy as np
 
 from ..core.letters import wide_dtype
 from ..core.words import read_flags, read_sizes, SWITCH
-from ..core.workload import Inputs, random_cotangents, workload_of
+from ..core.workload import workload_of
 from ..dispatch import Implementation, Problem, Workload
 from .arguments import check_heads, resolve
 from .core import CONVOLVE, problem_of
@@ -21,19 +21,12 @@ def workload(implementation: Implementation, problem: Problem) -> Workload:
     """The work of one problem on one of the platforms."""
     spec = spec_of(problem)
     flops = 2.0 * problem.dim("B") * problem.dim("T") * problem.dim("C") * problem.dim("W")
-    return workload_of(
-        CONVOLVE, implementation, spec, functools.partial(make_inputs, problem, spec), flops=flops
-    )
+    return workload_of(CONVOLVE, implementation, spec, functools.partial(make_arrays, problem), flops=flops)
 
 
 def spec_of(problem: Problem) -> ConvSpec:
     flag: Any = problem.flag
     return ConvSpec(flag("activation"), flag("norm_size"))
-
-
-def make_inputs(problem: Problem, spec: ConvSpec, seed: int) -> Inputs:
-    arrays = make_arrays(problem, seed)
-    return Inputs(arrays, random_cotangents(CONVOLVE, arrays, spec, seed))
 
 
 def make_arrays(problem: Problem, seed: int) -> ConvArrays:

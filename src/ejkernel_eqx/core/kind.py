@@ -100,6 +100,10 @@ class Kind:
         finite = bool(self.unbounded) and bool(getattr(jax.config, "jax_debug_infs"))  # noqa: B009, its type does not declare settings
         return jitted(self._call, plan, operation, spec, finite)(self.given_of(arrays))
 
+    def in_order(self, plan: Plan, operation: str, arrays: Any, spec: Any) -> Any:
+        """A tuple of all results, in their order."""
+        return tuple(map(self.call(plan, operation, arrays, spec).__getitem__, self.results))
+
     def _call(self, plan: Plan, operation: str, spec: Any, finite: bool, given: Named) -> Named:
         problem = self.problem_of(operation, self.make(**given), spec)
         alone, both = [plan.select(problem, direction=direction) for direction in (FORWARD, BOTH)]

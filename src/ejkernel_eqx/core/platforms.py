@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -25,14 +26,14 @@ def kernels_unavailable(device: DeviceFacts) -> str | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class NoChoice:
+class NoConfig:
     """The configuration of a platform without options."""
 
 
 class Plain(PlatformHooks):
     """Platform `xla` of a family: a function `(arrays, spec) -> results` that XLA fuses. Only the arrays are kept for its gradient."""
 
-    config_type = NoChoice
+    config_type = NoConfig
 
     def __init__(self, function: Callable[[Any, Any], Named]):
         self._function = jax.checkpoint(function, static_argnums=1)
@@ -40,13 +41,13 @@ class Plain(PlatformHooks):
     def unsupported(self, problem: Problem, device: DeviceFacts) -> str | None:
         return None
 
-    def default_config(self, problem: Problem, device: DeviceFacts) -> NoChoice:
-        return NoChoice()
+    def default_config(self, problem: Problem, device: DeviceFacts) -> NoConfig:
+        return NoConfig()
 
-    def candidates(self, problem: Problem, device: DeviceFacts) -> list[NoChoice]:
-        return [NoChoice()]
+    def candidates(self, problem: Problem, device: DeviceFacts) -> list[NoConfig]:
+        return [NoConfig()]
 
-    def apply(self, arrays: Any, spec: Any, config: NoChoice) -> Named:
+    def apply(self, arrays: Any, spec: Any, config: NoConfig) -> Named:
         return self._function(arrays, spec)
 
 
@@ -68,9 +69,10 @@ class Interpreted(PlatformHooks):
     step: Callable[..., Any]
 
     def __init__(self, compiled: Any, config: Any, **portable: Any):
-        """`compiled` is the module of the compiled platform, `config` one of its configurations with small tiles. In any configuration, fields
-        that a host cannot support are replaced by the `portable` ones."""
-        self._config, self._portable = dataclasses.replace(config, **portable), portable
+        """`compiled` is the compiled platform, or the name of its module; `config` is one of its configurations with small tiles. In any
+        configuration, fields that a host cannot support are replaced by the `portable` ones."""
+        compiled = sys.modules[compiled] if isinstance(compiled, str) else compiled
+        self.config, self._portable = dataclasses.replace(config, **portable), portable
         hooks = hooks_of(compiled)
         self.PARTS, self.config_type, self.unsupported = hooks.PARTS, hooks.config_type, hooks.unsupported
         if hasattr(compiled, "saved_axes"):
@@ -107,10 +109,10 @@ class Interpreted(PlatformHooks):
         return interpreter_unavailable()
 
     def default_config(self, problem: Problem, device: DeviceFacts) -> Any:
-        return self._config
+        return self.config
 
     def candidates(self, problem: Problem, device: DeviceFacts) -> list[Any]:
-        return [self._config]
+        return [self.config]
 
 
 class InterpretedPallas(Interpreted):

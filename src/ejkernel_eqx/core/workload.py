@@ -29,15 +29,16 @@ def workload_of(
     kind: Kind,
     implementation: Implementation,
     spec: Any,
-    make_inputs: Callable[[int], Inputs],
+    make: Callable[[int], Any],
     *,
     flops: float,
     backward: float = 2.0,
 ) -> Workload:
-    """The work of calls with this spec and inputs from `make_inputs(seed)`.
+    """The work of calls with this spec and arrays from `make(seed)`, with random cotangents unless it makes `Inputs`, which have their own.
 
     `flops` are those of a forward pass; the backward pass takes `backward` times as many.
     """
+    make_inputs = functools.partial(_with_cotangents, kind, spec, make)
     platform, shapes = implementation.load(), jax.eval_shape(lambda: make_inputs(0))
     learned = tuple(_learned(kind, shapes.arrays))
     table = TOLERANCES[jnp.dtype(shapes.cotangents["out"].dtype).name]
@@ -66,6 +67,11 @@ def workload_of(
         if implementation.platform is Platform.TRITON
         else None,
     )
+
+
+def _with_cotangents(kind: Kind, spec: Any, make: Callable[[int], Any], seed: int) -> Inputs:
+    made = make(seed)
+    return made if isinstance(made, Inputs) else Inputs(made, random_cotangents(kind, made, spec, seed))
 
 
 def step_workload_of(

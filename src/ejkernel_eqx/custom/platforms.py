@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax import Array
 
-from ..core.platforms import Interpreted, kernels_unavailable
+from ..core.platforms import Interpreted, kernels_unavailable, NoConfig
 from ..dispatch import Backend, DeviceFacts, Platform, Problem
 from ..launch import interpreter_unavailable, Launch, run
 
@@ -25,11 +25,6 @@ PLATFORMS = {
     Platform.XLA: (Backend.ANY, 10),
     Platform.TRITON_INTERPRET: (Backend.ANY, -10),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class NoConfig:
-    """The configuration of a platform without options."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,19 +1,15 @@
 """The family's kind of call, for `core/`: its problem and its axes."""
 
 import dataclasses
-from typing import Any
+import functools
 
-import jax.numpy as jnp
 from jax import Array
 
-from .._kernel import Plan
 from ..attention import core as attention
 from ..attention import reference as dense
-from ..attention.spec import AttentionSpec, RowRanges
+from ..attention.spec import AttentionSpec
 from ..dispatch import Problem
 from .spec import LatentArrays, LEARNED
-
-_ROWS = tuple(f"rows.{name}" for name in RowRanges._fields)
 
 
 def problem_of(operation: str, arrays: LatentArrays, spec: AttentionSpec) -> Problem:
@@ -29,12 +25,6 @@ def axes_of(arrays: LatentArrays, spec: AttentionSpec | None = None) -> dict[str
     return axes | {"k": ("S", axes["v"][1], "Dn"), "k_rope": ("S", "Dr")}
 
 
-def arrays_of(**given: Array) -> LatentArrays:
-    """The arrays of a call from keyword arguments."""
-    rows = RowRanges(*(given.pop(name) for name in _ROWS)) if _ROWS[0] in given else None
-    return LatentArrays(**given, rows=rows)
-
-
 def reference(arrays: LatentArrays, spec: AttentionSpec) -> tuple[Array, Array]:
     """Output `[B, T, H, V]` and log-sum-exp `[B, H, T]` of dense attention, in float32 or wider."""
     return dense.attend(arrays.whole, spec)
@@ -42,16 +32,10 @@ def reference(arrays: LatentArrays, spec: AttentionSpec) -> tuple[Array, Array]:
 
 ATTEND = dataclasses.replace(
     attention.ATTEND,
-    make=arrays_of,
+    make=functools.partial(attention.arrays_of, LatentArrays),
     problem_of=problem_of,
     axes_of=axes_of,
     reference=reference,
     learned=LEARNED,
     remedy="For forward mode and second derivatives repeat the rotary keys for every head and use ejkernel_eqx.Attention.",
 )
-
-
-def attend(plan: Plan, operation: str, arrays: LatentArrays, spec: AttentionSpec) -> Any:
-    """`out [..., T, H, V]`, and with `return_lse` `lse [..., T, H]`, on the platform that the plan chooses for these shapes."""
-    results = ATTEND.call(plan, operation, arrays, spec)
-    return (results["out"], jnp.swapaxes(results["lse"], -1, -2)) if spec.return_lse else results["out"]

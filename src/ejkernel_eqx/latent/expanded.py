@@ -16,7 +16,7 @@ from ..attention.signature import AttentionInputs, Output, WithLse
 from ..core.plans import plan_of
 from ..dispatch import PlatformLike
 from .arguments import read_expanded
-from .core import attend
+from .core import ATTEND
 from .spec import LatentArrays
 
 
@@ -161,4 +161,4 @@ class MultiHeadLatentAttention(Kernel):
         dense, keys = (inputs["q"], inputs["k"], inputs["v"]), inputs["k"].shape[-3]
         lowered = visible(masking, inputs["q"].shape, keys)
         whole, spec = arranged(dense, self.options, scoring, lowered, keys)
-        return attend(self.plan, self.operation, LatentArrays(**{**whole._asdict(), **inputs}), spec)
+        return ATTEND.attend(self.plan, self.operation, LatentArrays(**{**whole._asdict(), **inputs}), spec)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ..core.letters import wide_dtype
 from ..core.words import read_flags, read_sizes, SWITCH
-from ..core.workload import Inputs, random_cotangents, workload_of
+from ..core.workload import workload_of
 from ..dispatch import Implementation, Problem, Workload
 from .core import CROSS_ENTROPY, problem_of
 from .spec import letters_of, LossArrays, LossSpec, REDUCTIONS, SHARED
@@ -21,7 +21,7 @@ def workload(implementation: Implementation, problem: Problem) -> Workload:
     """The work of one problem on one of the platforms."""
     spec = spec_of(problem)
     flops = 2.0 * problem.dim("B") * problem.dim("M") * problem.dim("N") * problem.dim("E") * problem.dim("V")
-    make = functools.partial(make_inputs, problem, spec)
+    make = functools.partial(make_arrays, problem)
     return workload_of(CROSS_ENTROPY, implementation, spec, make, flops=flops)
 
 
@@ -38,11 +38,6 @@ def _spec(reduction: str, flag: Callable[[str], Any]) -> LossSpec:
         value_of("label_smoothing", _SMOOTHING, 0.0),
         value_of("z_loss", _Z_LOSS, 0.0),
     )
-
-
-def make_inputs(problem: Problem, spec: LossSpec, seed: int) -> Inputs:
-    arrays = make_arrays(problem, seed)
-    return Inputs(arrays, random_cotangents(CROSS_ENTROPY, arrays, spec, seed))
 
 
 def make_arrays(problem: Problem, seed: int) -> LossArrays:

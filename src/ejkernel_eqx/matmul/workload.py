@@ -10,7 +10,7 @@ import numpy as np
 
 from ..core.letters import wide_dtype
 from ..core.words import read_flags, read_sizes, SWITCH
-from ..core.workload import Inputs, random_cotangents, workload_of
+from ..core.workload import workload_of
 from ..dispatch import Implementation, Problem, Workload
 from ..quantised.format import form_of, SCALES, word_of
 from ..quantised.numbers import bits_of
@@ -27,7 +27,7 @@ def workload(implementation: Implementation, problem: Problem) -> Workload:
     spec = spec_of(problem)
     size = {name: problem.dim(name) for name in "BMKN"}
     flops = 2.0 * size["B"] * size["M"] * size["K"] * size["N"] * (1 if spec.gated is None else 2)
-    make = functools.partial(make_inputs, problem, spec)
+    make = functools.partial(make_arrays, problem, spec)
     return workload_of(GROUPED, implementation, spec, make, flops=flops)
 
 
@@ -43,11 +43,6 @@ def spec_of(problem: Problem) -> GroupedSpec:
         up_shift=UP_SHIFT if problem.flag("up_shift") else 0.0,
         form=form_of(str(word)) if word else None,
     )
-
-
-def make_inputs(problem: Problem, spec: GroupedSpec, seed: int) -> Inputs:
-    arrays = make_arrays(problem, spec, seed)
-    return Inputs(arrays, random_cotangents(GROUPED, arrays, spec, seed))
 
 
 def make_arrays(problem: Problem, spec: GroupedSpec, seed: int) -> GroupedArrays:

@@ -13,7 +13,7 @@ from jax import Array, lax
 from ..core.exact import compiled
 from ..core.letters import wide_dtype
 from ..core.words import read_flags, read_sizes, SWITCH
-from ..core.workload import exact_results, Inputs, random_cotangents, workload_of
+from ..core.workload import exact_results, Inputs, workload_of
 from ..dispatch import device_facts, Implementation, kernel_registry, Platform, Problem, Workload
 from . import blocks
 from .core import ATTEND
@@ -33,8 +33,8 @@ def workload(implementation: Implementation, problem: Problem) -> Workload:
     seen = min(problem.dim("n") * spec.block, keys) + min(spec.window, keys)
     seen += problem.dim("C") * (1 - length / (2 * keys))
     flops = 2.0 * problem.dim("B") * length * problem.dim("H") * (problem.dim("D") + problem.dim("V")) * seen
-    make = functools.partial(make_inputs, problem, spec)
-    work_on = functools.partial(workload_of, ATTEND, spec=spec, make_inputs=make, flops=flops, backward=2.5)
+    make = functools.partial(make_arrays, problem, spec)
+    work_on = functools.partial(workload_of, ATTEND, spec=spec, make=make, flops=flops, backward=2.5)
     work = work_on(implementation)
     reference = functools.partial(compiled, _by_group, spec)
     if length * keys > _MOST_SCORES:
@@ -109,11 +109,6 @@ def _by_group(spec: NativeSpec, inputs: Inputs) -> dict[str, Array]:
     each = {name: rows(x) if name in _INTS else apart(x) for name, x in present.items()}
     one = lambda pair: exact_results(ATTEND, spec, Inputs(NativeArrays(**pair[0]), {"out": pair[1]}))
     return {name: joined(x) for name, x in lax.map(one, (each, apart(dout))).items()}
-
-
-def make_inputs(problem: Problem, spec: NativeSpec, seed: int) -> Inputs:
-    arrays = make_arrays(problem, spec, seed)
-    return Inputs(arrays, random_cotangents(ATTEND, arrays, spec, seed))
 
 
 def make_arrays(problem: Problem, spec: NativeSpec, seed: int) -> NativeArrays:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ..core.letters import wide_dtype
 from ..core.words import read_flags, read_sizes, SWITCH
-from ..core.workload import Inputs, random_cotangents, workload_of
+from ..core.workload import workload_of
 from ..dispatch import Implementation, Problem, Workload
 from .core import KINDS, problem_of
 from .spec import ACTIVATIONS, letters_of, NormArrays, NormSpec, SHARED
@@ -20,7 +20,7 @@ def workload(implementation: Implementation, problem: Problem) -> Workload:
     """The work of one problem on one of the platforms."""
     spec = spec_of(problem)
     flops = (5.0 if spec.readers else 8.0) * math.prod(dict(problem.dims).values())
-    make = functools.partial(make_inputs, problem, spec)
+    make = functools.partial(make_arrays, problem)
     return workload_of(KINDS[spec.readers], implementation, spec, make, flops=flops)
 
 
@@ -29,11 +29,6 @@ def spec_of(problem: Problem) -> NormSpec:
     activation = str(problem.flag("activation") or ACTIVATIONS[0])
     readers = 0 if "G" in dict(problem.dims) else 1
     return NormSpec(activation, bool(problem.flag("norm_before_gate")), readers=readers)
-
-
-def make_inputs(problem: Problem, spec: NormSpec, seed: int) -> Inputs:
-    arrays = make_arrays(problem, seed)
-    return Inputs(arrays, random_cotangents(KINDS[spec.readers], arrays, spec, seed))
 
 
 def make_arrays(problem: Problem, seed: int) -> NormArrays:

@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from ..core.words import read_flags, read_sizes, SWITCH
-from ..core.workload import Inputs, random_cotangents, workload_of
+from ..core.workload import workload_of
 from ..dispatch import Implementation, Problem, Workload
 from .arguments import arrays_of
 from .core import POOL, problem_of
@@ -21,7 +21,7 @@ def workload(implementation: Implementation, problem: Problem) -> Workload:
     """The work of one problem on one of the platforms."""
     spec = spec_of(problem)
     flops = 1.0 * problem.dim("B") * problem.dim("T") * problem.dim("C")
-    make = functools.partial(make_inputs, problem, spec)
+    make = functools.partial(make_arrays, problem, spec)
     return workload_of(POOL, implementation, spec, make, flops=flops, backward=1.0)
 
 
@@ -30,11 +30,6 @@ def spec_of(problem: Problem) -> PoolSpec:
     flag = lambda name: bool(problem.flag(name))
     chunk = problem.dim("L") if flag("chunked") else None
     return PoolSpec(str(problem.flag("reduction")), chunk, flag("masked"), flag("normalize"))
-
-
-def make_inputs(problem: Problem, spec: PoolSpec, seed: int) -> Inputs:
-    arrays = make_arrays(problem, spec, seed)
-    return Inputs(arrays, random_cotangents(POOL, arrays, spec, seed))
 
 
 def make_arrays(problem: Problem, spec: PoolSpec, seed: int) -> PoolArrays:

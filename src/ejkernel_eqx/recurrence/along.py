@@ -12,7 +12,7 @@ from jax import Array, lax
 from .._kernel import Plan
 from ..core.along import Along, first_tokens, passed_on
 from ..core.arguments import accumulator
-from .core import recur
+from .core import RECUR
 from .heads import repeat_heads
 from .spec import CONSTANT, heads_of, NONE, RecurrenceArrays, RecurrenceSpec, SCALAR, VALUE
 from .xla_decay import closed
@@ -29,7 +29,7 @@ def recur_along(
     inner = dataclasses.replace(spec, state_dtype=jnp.dtype(wide).name)
     # The initial state enters with the other devices' states, since outputs are linear in it.
     local = arrays._replace(initial_state=None)
-    out, local_state = recur(plan, operation, local, inner)
+    out, local_state = RECUR.in_order(plan, operation, local, inner)
     state = jnp.zeros_like(local_state) if arrays.initial_state is None else arrays.initial_state.astype(wide)
     if spec.delta:
         read, passed = _of_identity(plan, operation, local, inner, heads.state)
@@ -54,7 +54,7 @@ def _of_identity(
     identity = jnp.broadcast_to(jnp.eye(dim, dtype=spec.state_dtype), (*lead, heads, dim, dim))
     # Values have the channels of the identity, and as zeros they write nothing of their own.
     values = jnp.zeros((*arrays.v.shape[:-1], dim), arrays.v.dtype)
-    return recur(plan, operation, arrays._replace(v=values, skip=None, initial_state=identity), spec)
+    return RECUR.in_order(plan, operation, arrays._replace(v=values, skip=None, initial_state=identity), spec)
 
 
 def _of_decays(

@@ -4,9 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 
-from .._kernel import Plan
 from ..core import Kind, StepKind
 from ..dispatch import Problem
 from . import reference
@@ -89,15 +87,3 @@ STEP = StepKind(
     results=("out", "state"),
     learned=STEP_FLOATS,
 )
-
-
-def recur(plan: Plan, operation: str, arrays: RecurrenceArrays, spec: RecurrenceSpec) -> tuple[Array, Array]:
-    """`out [*, T, R, V]` in v's dtype and the final state in the spec's, on the platform that the plan chooses."""
-    results = RECUR.call(plan, operation, arrays, spec)
-    return results["out"], results["final_state"]
-
-
-def step(plan: Plan, operation: str, arrays: StepArrays, spec: RecurrenceSpec) -> tuple[Array, Array]:
-    """`out [*, B, R, V]` and the new states (the whole pool), on the platform that the plan chooses."""
-    results = STEP.call(plan, operation, arrays, spec)
-    return results["out"], results["state"]

@@ -16,7 +16,7 @@ from ..core.plans import plan_of as plan_of
 from ..dispatch import implementations_of, kernel_registry
 from .along import recur_along
 from .arguments import build, build_step, Operands
-from .core import recur, step
+from .core import RECUR, STEP
 from .spec import heads_of, RecurrenceSpec
 
 
@@ -42,7 +42,7 @@ def run(
     elif frame.along is not None:
         out, state = recur_along(frame.along, plan, plan.operation, arrays, spec)
     else:
-        out, state = recur(plan, plan.operation, arrays, spec)
+        out, state = RECUR.in_order(plan, plan.operation, arrays, spec)
     out = frame.mask(out)
     if epilogue is not None:
         # Masked again, so that cotangents at padding, which may be NaN, do not reach its parameters.
@@ -59,7 +59,7 @@ def run_step(
         # Without rows nothing is launched, and the states stay as they are.
         out, state = _no_output(arrays, spec), arrays.state
     else:
-        out, state = step(plan, plan.operation, arrays, spec)
+        out, state = STEP.in_order(plan, plan.operation, arrays, spec)
     out, state = frame.from_rows((out, state))
     return out if epilogue is None else epilogue(out), state
 

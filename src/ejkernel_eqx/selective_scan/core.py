@@ -3,9 +3,7 @@
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
 
-from .._kernel import Plan
 from ..core import Kind, StepKind
 from ..dispatch import Problem
 from . import reference
@@ -71,15 +69,3 @@ STEP = StepKind(
     learned=STEP_FLOATS,
     shared=SHARED,
 )
-
-
-def scan(plan: Plan, operation: str, arrays: ScanArrays, spec: ScanSpec) -> tuple[Array, Array]:
-    """`out [*, T, I]` in x's dtype and the final state in the spec's, on the platform that the plan chooses."""
-    results = SCAN.call(plan, operation, arrays, spec)
-    return results["out"], results["final_state"]
-
-
-def step(plan: Plan, operation: str, arrays: StepArrays, spec: ScanSpec) -> tuple[Array, Array]:
-    """`out [*, B, I]` and the new states (the whole pool), on the platform that the plan chooses."""
-    results = STEP.call(plan, operation, arrays, spec)
-    return results["out"], results["state"]

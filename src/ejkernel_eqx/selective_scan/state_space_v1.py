@@ -18,7 +18,7 @@ from ..core.plans import plan_of
 from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
 from .along import scan_along
-from .core import scan, step
+from .core import SCAN, STEP
 from .spec import NO_TIME, ScanArrays, ScanSpec, SHARED, StepArrays
 
 _Inputs = namedtuple("_Inputs", "x dt A B C D z dt_bias")
@@ -121,7 +121,7 @@ class StateSpaceV1(Kernel):
             operands |= {"starts": packing.starts, "offsets": packing.offsets}
             arrays = ScanArrays(**operands, initial_state=states.entering)
             if frame.along is None:
-                out, final = scan(self.plan, self.operation, arrays, spec)
+                out, final = SCAN.in_order(self.plan, self.operation, arrays, spec)
             else:
                 out, final = scan_along(frame.along, self.plan, self.operation, arrays, spec)
         return packing.give(out), states.leaving(final)
@@ -151,7 +151,7 @@ class StateSpaceV1(Kernel):
         by_row = {name: x for name, x in operands.items() if name not in SHARED}
         rows = operands | frame.as_rows(by_row | {"state": state})
         arrays = StepArrays(**rows, indices=indices)
-        return frame.from_rows(step(self.plan, self.operation, arrays, ScanSpec(self.dt_softplus)))
+        return frame.from_rows(STEP.in_order(self.plan, self.operation, arrays, ScanSpec(self.dt_softplus)))
 
     def _operands(self, frame: Frame, inputs: _Inputs) -> dict[str, Any]:
         """All operands, checked, with zero padding and a group axis in `B` and `C`."""

@@ -16,7 +16,7 @@ from ejkernel_eqx.launch import compile_ahead, TARGETS
 from ejkernel_eqx.matmul.dense.core import KINDS
 from ejkernel_eqx.matmul.dense.triton import compiled
 from ejkernel_eqx.matmul.dense.triton.compiled import RowsTile, TritonConfig
-from ejkernel_eqx.matmul.dense.workload import example_problem, make_inputs, spec_of
+from ejkernel_eqx.matmul.dense.workload import example_problem, make_arrays, spec_of
 from ejkernel_eqx.quantised.format import form_of, word_of
 from tests.agreement import platforms
 from tests.attention.dense import INTERPRET, normal, quick
@@ -186,7 +186,7 @@ def test_problems_name_the_format():
     problem = example_problem("matmul", dict(M=2, K=256, N=40), "float32", dict(weights="int4"))
     assert problem.flag("weights") == "uint4-1x128-bfloat16"
     spec = spec_of(problem)
-    arrays, _ = make_inputs(problem, spec, 0)
+    arrays = make_arrays(problem, spec, 0)
     out = KINDS[1].reference(arrays, spec)["out"]
     assert out.shape == (1, 2, 40) and 0.1 < float(jnp.abs(out).mean()) < 10
 
@@ -207,7 +207,7 @@ def test_defaults_compile_ahead(name, target):
 def _compiled_default(problem: Any, target: str) -> Any:
     config, spec = compiled.default_config(problem, DEVICES[target]), spec_of(problem)
     assert compiled.config_unsupported(config, problem, DEVICES[target]) is None
-    shapes = jax.eval_shape(lambda: make_inputs(problem, spec, 0)[0])
+    shapes = jax.eval_shape(lambda: make_arrays(problem, spec, 0))
     launch = launches_of(lambda a: compiled.forward(a, spec, config), shapes)["rows_kernel"]
     return compile_ahead(launch, TARGETS[target])
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ...core.platforms import InterpretedPallas
 from ...dispatch import DeviceFacts, FORWARD, Problem
 from ...launch.by_name import LOG2E
 from ...launch.fields import check_fields, Lanes
@@ -150,3 +151,8 @@ def _sizes(tile: TileConfig) -> tuple[int, int]:
 
 def _is_empty(arrays: AttentionArrays) -> bool:
     return 0 in (arrays.q.shape[1], arrays.k.shape[1])
+
+
+_TILE = TileConfig(128, 128)
+interpreted = InterpretedPallas(__name__, PallasConfig(_TILE, _TILE, _TILE))
+"""The same kernels, simulated on the host with small tiles: platform `pallas-interpret`."""

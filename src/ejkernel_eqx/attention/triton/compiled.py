@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from ...core.platforms import kernels_unavailable
+from ...core.platforms import Interpreted, kernels_unavailable
 from ...dispatch import DeviceFacts, FORWARD, Problem
 from ...launch import given, Launcher, LOG2E, NOTHING, result, result_like
 from ...launch.fields import Block, check_fields, Count, Float32Dot, Programs, Registers, RowBlock, Warps
@@ -445,3 +445,8 @@ def _ragged(arrays: AttentionArrays) -> bool:
 def _every_row(x: Array | None, arrays: AttentionArrays) -> Array | None:
     """`x` repeated for every batch row; it is small."""
     return None if x is None else jnp.broadcast_to(x, (arrays.q.shape[0], *x.shape[1:]))
+
+
+_TILE = TileConfig(32, 32, 4, 1)
+interpreted = Interpreted(__name__, TritonConfig(_TILE, _TILE, _TILE), fast_tanh=False, float32_dot="ieee")
+"""The same kernels on the host, with tiles for small arrays: platform `triton-interpret`."""

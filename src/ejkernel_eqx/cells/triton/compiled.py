@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ...core.platforms import kernels_unavailable
+from ...core.platforms import Interpreted, kernels_unavailable
 from ...dispatch import BOTH, device_facts, DeviceFacts, FORWARD, Problem
 from ...launch import given, Launcher, NOTHING, result
 from ...launch.sizes import cdiv
@@ -214,3 +214,9 @@ class _Call:
         carried = {name: started.get(name, jnp.zeros(x.shape, x.dtype)) for name, x in shapes.items()}
         body = lambda step, carried: one(carried, told(jnp.asarray(step, jnp.int32)))
         return jax.lax.fori_loop(0, steps, body, carried)
+
+
+_TILE = CellTile(16, 32, 32, 4)
+_PORTABLE = {"float32_dot": "ieee", "fast_sigmoid": False, "concurrent_programs": 0}
+interpreted = Interpreted(__name__, TritonConfig(_TILE, _TILE), **_PORTABLE)
+"""The same kernels on the host, with tiles for small arrays: platform `triton-interpret`."""

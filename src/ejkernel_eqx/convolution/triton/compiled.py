@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ...core.platforms import kernels_unavailable
+from ...core.platforms import Interpreted, kernels_unavailable
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from ...launch import given, Launcher, result, result_like
 from ...launch.fields import check_fields, Power, Warps
@@ -200,3 +200,8 @@ def _launcher(arrays: ConvArrays, spec: ConvSpec, tile: ConvTile, fast: bool) ->
     )
     programs = cdiv(channels, tile.block_c) * cdiv(length, tile.lanes * tile.steps) * batch
     return launcher, programs
+
+
+_SMALL = ConvTile(4, 2, 2, 16, 4), ConvTile(4, 4, 2, 16, 4)
+interpreted = Interpreted(__name__, TritonConfig(*_SMALL, fast_sigmoid=False))
+"""The same kernels on the host, with tiles for small arrays: platform `triton-interpret`."""

@@ -4,7 +4,7 @@ import functools
 
 from ...attention.triton import compiled as attention
 from ...attention.triton.compiled import TileConfig, TritonConfig
-from ...core.platforms import kernels_unavailable
+from ...core.platforms import Interpreted, kernels_unavailable
 from ...dispatch import DeviceFacts, Problem
 from ...launch.sizes import fitting, rows_of, too_large
 from ..over_attention import halves
@@ -58,3 +58,8 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
 
 
 forward, backward = halves(attention)
+
+
+_SMALL = attention.interpreted.config
+interpreted = Interpreted(__name__, _SMALL, fast_tanh=False, float32_dot="ieee")
+"""The same kernels on the host, with tiles for small arrays: platform `triton-interpret`."""

@@ -10,7 +10,7 @@ from jax import Array
 
 from ...core.letters import wide_dtype
 from ...core.words import read_flags, read_sizes, SWITCH
-from ...core.workload import Inputs, random_cotangents, workload_of
+from ...core.workload import workload_of
 from ...dispatch import Implementation, Problem, Workload
 from ...quantised import QuantFormat
 from ...quantised.format import form_of, LARGEST, SCALES, word_of
@@ -35,7 +35,7 @@ def workload(implementation: Implementation, problem: Problem) -> Workload:
     """The work of one problem on one of the platforms."""
     spec, size = spec_of(problem), dict(problem.dims)
     flops = 2.0 * size["B"] * size["M"] * size["K"] * sum(columns_of(problem))
-    make = functools.partial(make_inputs, problem, spec)
+    make = functools.partial(make_arrays, problem, spec)
     return workload_of(KINDS[spec.count], implementation, spec, make, flops=flops)
 
 
@@ -51,7 +51,7 @@ def spec_of(problem: Problem) -> MatmulSpec:
     )
 
 
-def make_inputs(problem: Problem, spec: MatmulSpec, seed: int) -> Inputs:
+def make_arrays(problem: Problem, spec: MatmulSpec, seed: int) -> MatmulArrays:
     shapes = _shapes(problem, spec)
     keys = jax.random.split(jax.random.key(seed, impl="rbg"), len(shapes))
     values = {name: jax.random.normal(key, x.shape, x.dtype) for key, (name, x) in zip(keys, shapes.items())}
@@ -62,8 +62,7 @@ def make_inputs(problem: Problem, spec: MatmulSpec, seed: int) -> Inputs:
             values |= _random_codes(
                 values.pop(RIGHTS[i]), fields, spec.format, jax.random.fold_in(keys[0], i)
             )
-    arrays = MatmulArrays(**values)
-    return Inputs(arrays, random_cotangents(KINDS[spec.count], arrays, spec, seed))
+    return MatmulArrays(**values)
 
 
 def _random_codes(right: Array, fields: tuple[str, ...], form: QuantFormat, key: Array) -> dict[str, Array]:
@@ -119,5 +118,5 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
     spec = spec_of(problem)
     arrays = MatmulArrays(**_shapes(problem, spec))
     if spec.format is not None:
-        arrays = jax.eval_shape(lambda: make_inputs(problem, spec, 0)).arrays
+        arrays = jax.eval_shape(lambda: make_arrays(problem, spec, 0))
     return problem_of(operation, arrays, spec)

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..._tolerances import TOLERANCES
 from ...core.words import read_flags, read_sizes, SWITCH
-from ...core.workload import Inputs, random_cotangents, workload_of
+from ...core.workload import workload_of
 from ...dispatch import Implementation, Problem, Workload
 from ...launch.sizes import cdiv
 from ..workload import random_sizes
@@ -25,15 +25,15 @@ def workload(implementation: Implementation, problem: Problem) -> Workload:
     """The work of one problem on one of the platforms."""
     flops = 2.0 * problem.dim("B") * problem.dim("M") * problem.dim("K") * problem.dim("N")
     spec = ScaledSpec(problem.dtype("out"), _blocks(problem)[1])
-    make = functools.partial(make_inputs, problem)
+    make = functools.partial(make_arrays, problem)
     work = workload_of(SCALED, implementation, spec, make, flops=flops, backward=1.0)
     # Tensor cores keep about 14 bits of a sum of products in float8.
     tolerances = dict(work.tolerances) | {"out": TOLERANCES["bfloat16"]["forward"]}
     return dataclasses.replace(work, tolerances=tolerances)
 
 
-def make_inputs(problem: Problem, seed: int) -> Inputs:
-    shapes, spec = _shapes(problem), ScaledSpec(problem.dtype("out"), _blocks(problem)[1])
+def make_arrays(problem: Problem, seed: int) -> ScaledArrays:
+    shapes = _shapes(problem)
     keys = jax.random.split(jax.random.key(seed, impl="rbg"), 3)
     codes = jnp.clip(100 * jax.random.normal(keys[1], shapes["codes"].shape), -448, 448)
     # Results about as large as rows.
@@ -47,8 +47,7 @@ def make_inputs(problem: Problem, seed: int) -> Inputs:
         values["x_scale"] = jnp.float32(0.01)
     if "sizes" in shapes:
         values["sizes"] = random_sizes(shapes["sizes"].shape, problem.dim("M"), np.random.default_rng(seed))
-    arrays = ScaledArrays(**values)
-    return Inputs(arrays, random_cotangents(SCALED, arrays, spec, seed))
+    return ScaledArrays(**values)
 
 
 def _blocks(problem: Problem) -> tuple[int, int]:

@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array
 
+from ...core.platforms import InterpretedPallas
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from ...launch.fields import check_fields
 from ...launch.sizes import rows_of, too_large_for_vmem
@@ -198,3 +199,8 @@ def _is_apart(spec: GroupedSpec, tile: TpuTile, count: int) -> bool:
     block = min(tile.block_n, count)
     whole = count % block == 0 and block % 128 == 0
     return spec.gated == INTERLEAVED or (spec.gated == HALVES and not whole)
+
+
+_TILE = TpuTile(16, 128, 128)
+interpreted = InterpretedPallas(__name__, PallasConfig(_TILE, _TILE, _TILE))
+"""The same kernels, simulated on the host with small tiles: platform `pallas-interpret`."""

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import Array
 
-from ...core.platforms import kernels_unavailable
+from ...core.platforms import Interpreted, kernels_unavailable
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from ...launch import NOTHING, result
 from ...launch.sizes import rows_of, too_large
@@ -132,3 +132,8 @@ def forward(
         name="forward_kernel",
     )
     return {name: results[name] for name in ("out", *saved)}
+
+
+_TILE = GroupedTile(16, 16, 16, 4, 2, 2)
+interpreted = Interpreted(__name__, TritonConfig(_TILE, _TILE, _TILE, "ieee"), fast_sigmoid=False)
+"""The same kernels on the host, with tiles for small arrays: platform `triton-interpret`."""

@@ -11,7 +11,7 @@ from ...attention.cotangents import row_terms
 from ...attention.spec import AttentionArrays
 from ...attention.triton import compiled as attention
 from ...attention.triton import tile_sizes
-from ...core.platforms import kernels_unavailable
+from ...core.platforms import Interpreted, kernels_unavailable
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from ...launch import (
     Launcher,
@@ -29,7 +29,7 @@ from ..lists import by_key, lists_of
 from ..problems import of_branch, shapes_of, spec_of
 from ..spec import begins, NativeArrays, NativeSpec, num_blocks
 from . import by_blocks, choice, few, kernels, steps
-from .tiles import FewTiles, ForwardTile, KeyTile, RowTile, SelectionTile
+from .tiles import FewTiles, ForwardTile, KeyTile, RowTile, SelectionTile, StepTile
 
 OPAQUE = True
 PARTS = {"forward": FORWARD, "selection": FORWARD, "query_gradient": "q", "key_gradient": "k v"}
@@ -266,3 +266,10 @@ def launcher_of(arrays: NativeArrays, spec: NativeSpec, float32_dot: str) -> Lau
         PLACED=arrays.position is not None, PACKED=begin is not None,
     )  # fmt: skip
     return Launcher("native_sparse", named, numbers, arrays.q)
+
+
+_SMALL = ForwardTile(0, 2, 4, 1), RowTile(4, 1), KeyTile(2, 8, 4, 1), SelectionTile(16, 16, 4, 1)
+_WHOLE, _PAGES = attention.interpreted.config, pages.interpreted.config
+_SMALL_FEW = FewTiles(StepTile(16, 3, 4, 1), _PAGES, _PAGES)
+interpreted = Interpreted(__name__, TritonConfig(*_SMALL, _WHOLE, _WHOLE, _SMALL_FEW), float32_dot="ieee")
+"""The same kernels on the host, with tiles for small arrays: platform `triton-interpret`."""

@@ -5,7 +5,7 @@ import math
 
 from jax import Array
 
-from ...core.platforms import kernels_unavailable
+from ...core.platforms import Interpreted, kernels_unavailable
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from ...launch import Launcher, NOTHING, Options, result, result_like
 from ...launch.sizes import cdiv, padded
@@ -120,3 +120,8 @@ def _launcher(arrays: NormArrays, spec: NormSpec, config: TritonConfig, tile: No
     }
     family = "residual" if spec.readers else "normalization"
     return Launcher(family, arrays._asdict(), numbers, arrays.x)
+
+
+_SMALL = NormTile(4, 4), NormTile(2, 4, 2)
+interpreted = Interpreted(__name__, TritonConfig(*_SMALL, fast_sigmoid=False))
+"""The same kernels on the host, with tiles for small arrays: platform `triton-interpret`."""

@@ -6,6 +6,7 @@ Every kernel writes the results of its sequences into `out` and `lse`, which beg
 import jax.numpy as jnp
 from jax import Array
 
+from ...core.platforms import InterpretedPallas
 from ...dispatch import DeviceFacts, Problem
 from ..cache.quantise import LARGEST
 from ..spec import PagedArrays, PagedSpec
@@ -123,3 +124,8 @@ def _sizes(call: Call, method: Method, queries: int, keys: int) -> tuple[Sizes, 
     operand = call.arrays.kernel_operand
     size = Sizes(queries, heads, call.kv_heads, call.page, pages, table, call.config.cores, tokens, operand)
     return size, page_unit(columns) if call.spec.scales == "token" else 1
+
+
+_SMALL = PallasConfig(decode_queries=2, decode_keys=16, block_q=16, block_k=16)
+interpreted = InterpretedPallas(__name__, _SMALL)
+"""The same kernels, simulated on the host with small tiles: platform `pallas-interpret`."""

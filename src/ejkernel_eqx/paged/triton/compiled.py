@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from ...core.platforms import kernels_unavailable
+from ...core.platforms import Interpreted, kernels_unavailable
 from ...dispatch import DeviceFacts, Problem
 from ...launch.sizes import cdiv, rows_of, too_large
 from ..cache.quantise import LARGEST
@@ -163,3 +163,8 @@ def decode_queries(max_query_len: int, group: int) -> int:
     """The largest number of queries per sequence that the decode kernel takes: the maximum if it is small, else as many as fill the kernel's
     smallest tile."""
     return max_query_len if max_query_len <= DECODE_QUERIES else max(1, 16 // group)
+
+
+_SMALL = TritonConfig(tile_sizes.SMALLEST, tile_sizes.SMALLEST, split_k=3, chunk_size=16)
+interpreted = Interpreted(__name__, _SMALL, **PORTABLE)
+"""The same kernels on the host, with tiles for small arrays: platform `triton-interpret`."""

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ...core.platforms import kernels_unavailable
+from ...core.platforms import Interpreted, kernels_unavailable
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from ...launch import Launcher, NOTHING, result, result_like
 from ...launch.fields import check_fields, Power, Warps
@@ -215,3 +215,7 @@ def _launcher(arrays: PoolArrays, spec: PoolSpec) -> Launcher:
     }
     absent = dict.fromkeys(("owner", "first", "number"))
     return Launcher("pooling", arrays._asdict() | absent, numbers, arrays.x)
+
+
+interpreted = Interpreted(__name__, TritonConfig(ReadTile(2, 16, 4, 4), WriteTile(4, 16, 4)))
+"""The same kernels on the host, with tiles for small arrays: platform `triton-interpret`."""

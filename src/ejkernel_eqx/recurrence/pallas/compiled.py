@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ...core.platforms import InterpretedPallas
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from .. import xla
 from ..spec import FLOATS, heads_of, RecurrenceArrays, RecurrenceSpec, StepArrays, VALUE
@@ -105,3 +106,7 @@ def step(arrays: StepArrays, spec: RecurrenceSpec, config: PallasConfig) -> tupl
 def _skipped(v: Array, skip: Array) -> Array:
     """Computes what values add to the outputs, `[B, T, HS, V]` in float32."""
     return skip.astype(jnp.float32)[:, None] * v.astype(jnp.float32)
+
+
+interpreted = InterpretedPallas(__name__, PallasConfig(16, 2, 2))
+"""The same kernels, simulated on the host with small tiles: platform `pallas-interpret`."""

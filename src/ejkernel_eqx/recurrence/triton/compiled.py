@@ -5,7 +5,7 @@ from types import ModuleType
 
 from jax import Array, lax
 
-from ...core.platforms import kernels_unavailable
+from ...core.platforms import Interpreted, kernels_unavailable
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from ..spec import heads_of, KEY, RecurrenceArrays, RecurrenceSpec, VALUE
 from . import delta_host, delta_tile_sizes, key_host, linear_host, step_kernel, tile_sizes
@@ -122,3 +122,8 @@ def backward(
 
 
 step = step_kernel.step
+
+
+_SMALL = TritonConfig(32, *[tile_sizes.Tile(32, 32, 4, 1)] * 6)
+interpreted = Interpreted(__name__, _SMALL, float32_dot="ieee")
+"""The same kernels on the host, with tiles for small arrays: platform `triton-interpret`."""

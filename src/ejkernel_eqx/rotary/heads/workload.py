@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ...core.letters import wide_dtype
 from ...core.words import read_flags, read_sizes, SWITCH
-from ...core.workload import Inputs, random_cotangents, workload_of
+from ...core.workload import workload_of
 from ...dispatch import Implementation, Problem, Workload
 from .core import HEADS, problem_of
 from .spec import HeadsArrays, HeadsSpec, LETTERS, SHARED
@@ -20,9 +20,7 @@ def workload(implementation: Implementation, problem: Problem) -> Workload:
     """The work of one problem on one of the platforms."""
     size, spec = dict(problem.dims), spec_of(problem)
     flops = 8.0 * math.prod(size[name] for name in "BTD") * (size["Hq"] + size["Hk"])
-    return workload_of(
-        HEADS, implementation, spec, functools.partial(make_inputs, problem, spec), flops=flops
-    )
+    return workload_of(HEADS, implementation, spec, functools.partial(make_arrays, problem), flops=flops)
 
 
 def spec_of(problem: Problem) -> HeadsSpec:
@@ -30,13 +28,12 @@ def spec_of(problem: Problem) -> HeadsSpec:
     return HeadsSpec(bool(problem.flag("interleaved")), 1e-6 if problem.flag("norm") else None)
 
 
-def make_inputs(problem: Problem, spec: HeadsSpec, seed: int) -> Inputs:
+def make_arrays(problem: Problem, seed: int) -> HeadsArrays:
     shapes = _shapes(problem)
     keys = jax.random.split(jax.random.key(seed, impl="rbg"), len(shapes))
     values = {n: jax.random.normal(key, x.shape, x.dtype) for key, (n, x) in zip(keys, shapes.items())}
     angles = values["cos"]
-    arrays = HeadsArrays(**values | {"cos": jnp.cos(angles), "sin": jnp.sin(angles)})
-    return Inputs(arrays, random_cotangents(HEADS, arrays, spec, seed))
+    return HeadsArrays(**values | {"cos": jnp.cos(angles), "sin": jnp.sin(angles)})
 
 
 def _shapes(problem: Problem) -> dict[str, Any]:

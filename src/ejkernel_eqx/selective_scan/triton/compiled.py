@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ...core.platforms import kernels_unavailable
+from ...core.platforms import Interpreted, kernels_unavailable
 from ...dispatch import DeviceFacts, Problem
 from ...launch import (
     given,
@@ -310,3 +310,8 @@ class _Call:
 
 
 step = step_kernel.step
+
+
+_SMALL = ScanTile(32, 1, 6, unroll=2), ScanTile(32, 1, 6), step_kernel.StepTile(4, 1)
+interpreted = Interpreted(__name__, TritonConfig(8, *_SMALL))
+"""The same kernels on the host, with tiles for small arrays: platform `triton-interpret`."""

@@ -6,7 +6,7 @@ from typing import Any
 from jax import Array
 
 from ....core.by_example import by_example, gradients_by
-from ....core.platforms import kernels_unavailable
+from ....core.platforms import Interpreted, kernels_unavailable
 from ....dispatch import DeviceFacts, FORWARD, Problem
 from ....launch import Launcher, NOTHING, result
 from ....launch.fields import check_fields, Float32Dot
@@ -144,3 +144,8 @@ def _forward(arrays: MatmulArrays, spec: MatmulSpec, config: TritonConfig) -> di
 
 # By XLA: few rows are for decoding, which has no gradients.
 backward = gradients_by(xla.apply)
+
+
+_SMALL = TritonConfig(RowsTile(64, 16, 32, 4, 1), True)
+interpreted = Interpreted(__name__, _SMALL, float32_dot="ieee", fast_sigmoid=False)
+"""The same kernels on the host, with tiles for small arrays: platform `triton-interpret`."""

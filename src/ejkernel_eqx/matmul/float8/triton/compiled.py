@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ....core.by_example import by_example
-from ....core.platforms import kernels_unavailable
+from ....core.platforms import Interpreted, kernels_unavailable
 from ....dispatch import DeviceFacts, Problem
 from ....launch import gluon_unavailable, Launcher, NOTHING, result
 from ....launch.sizes import cdiv, padded, too_large
@@ -108,3 +108,7 @@ def backward(
     """The gradient of the rows by XLA: a product without rounding, in their precision."""
     out, pull = jax.vjp(lambda x: xla.apply(arrays._replace(x=x), spec)["out"], arrays.x)
     return {"x": pull(cotangents["out"].astype(out.dtype))[0]}
+
+
+interpreted = Interpreted(__name__, ScaledTile(32, 32, 4, 1))
+"""The same kernels on the host, with tiles for small arrays: platform `triton-interpret`."""

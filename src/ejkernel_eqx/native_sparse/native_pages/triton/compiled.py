@@ -6,7 +6,7 @@ from typing import Any
 
 from jax import Array
 
-from ....core.platforms import kernels_unavailable
+from ....core.platforms import Interpreted, kernels_unavailable
 from ....dispatch import DeviceFacts, Problem
 from ....launch.fields import Block, Checked, Count, Float32Dot, Warps
 from ....launch.sizes import padded, rows_of
@@ -115,3 +115,9 @@ def _step_of(arrays: PagedNativeArrays, spec: PagedNativeSpec) -> steps.Step:
         small_table=small.page_table, q_start=main.q_start, q_len=main.q_len, kv_len=main.kv_len, queries=spec.max_query_len,
         blocks=most_blocks(arrays, spec), first_slot=spec.first_slot, indices=None if arrays.indices is None else flat(arrays.indices),
     )  # fmt: skip
+
+
+_PAGES = pages.interpreted.config
+_SMALL = TritonConfig(StepTile(16, 3, 4, 1), ChosenTile(2, 4, 1), KeysTile(16, 4, 1), _PAGES, _PAGES)
+interpreted = Interpreted(__name__, _SMALL, float32_dot="ieee")
+"""The same kernels on the host, with tiles for small arrays: platform `triton-interpret`."""

@@ -5,7 +5,7 @@ import dataclasses
 from jax import Array
 
 from ....core.by_example import by_example, gradients_by
-from ....core.platforms import kernels_unavailable
+from ....core.platforms import Interpreted, kernels_unavailable
 from ....dispatch import DeviceFacts, FORWARD, Problem
 from ....launch import Launcher, result_like
 from ....launch.fields import check_fields, Power, Warps
@@ -88,3 +88,7 @@ def _forward(arrays: HeadsArrays, spec: HeadsSpec, config: TritonConfig) -> dict
 
 # By XLA.
 backward = gradients_by(xla.apply)
+
+
+interpreted = Interpreted(__name__, TritonConfig(HeadsTile(2, 4)))
+"""The same kernels on the host, with tiles for small arrays: platform `triton-interpret`."""

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from .._errors import not_installed
-from ..dispatch import Backend, DeviceFacts
-from ..dispatch.device import vmem_capacity
+from ejkernel_eqx._errors import not_installed
+from ejkernel_eqx.dispatch import Backend, DeviceFacts
+from ejkernel_eqx.dispatch.device import vmem_capacity
 
 TOPOLOGIES = {
     "v4": ("v4:2x2x1", "TPU v4"),
