@@ -70,6 +70,7 @@ def test_train_resume_and_generate(examples, tmp_path, text, capsys):
     assert "the quick brown" in (folder / "sample.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_exactly(examples, train_lm, tmp_path, text, monkeypatch):
     """Seven steps at once, and three, an interrupt, and four more: every bit of the state, and every number of the log but the speed."""
     options = ["--data", text, *SMALL, "--num-layers", 1, "--steps", 7, "--validate-every", 4]

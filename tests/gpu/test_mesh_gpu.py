@@ -11,7 +11,6 @@ import pytest
 from ejkernel_eqx import models
 from tests import meshes
 from tests.models.test_split_tokens import alone, model_of, over
-from tests.models.test_split_tokens import recipe as recipe
 
 if jax.default_backend() != "gpu":
     pytest.skip("needs GPUs", allow_module_level=True)
@@ -31,12 +30,12 @@ MODELS: dict[str, tuple[tuple[str, ...], Any]] = {
 @pytest.mark.few(15)
 @pytest.mark.parametrize("split", ["data", "sequence", "tensor"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_mesh_trains_as_one_gpu(recipe, name, split):
+def test_a_mesh_trains_as_one_gpu(name, split):
     mixers, mlp = MODELS[name]
     axis = None if "latent_attention" in mixers else "sequence"  # it needs all tokens of a row
     model = model_of(mixers, mlp, sequence_axis=axis, scan_layers=True, platform="triton")
     with jax.default_matmul_precision("highest"):
-        result, _ = over(recipe, model, {split: 2})
+        result, _ = over(model, {split: 2})
         expected = alone(mixers, mlp)
     meshes.agree(result[0], expected[0])
     meshes.agree(result[1], expected[1], "gradient")

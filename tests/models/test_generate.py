@@ -140,11 +140,11 @@ HOLES = jnp.asarray([[True, False, True]])
     [
         ([[]], {}, "prompts: expected at least one token in each"),
         ([[20]], {}, "prompts: expected tokens from 0 to 19, received 20"),
-        ("def", {}, "prompts: expected integers .* received str 'def'; a tokenizer"),
+        ("def", {}, "prompts: expected integers .* received str 'def'; ejx.serving.text.TextModel"),
         ([], {}, r"prompts: expected integers .* received list \[\]; tokens are integers"),
         ([1, 2, 3], {}, "prompts: expected a list of tokens for each text"),
         (["hello"], {}, r"received str 'hello' as prompts\[0\]; ejx.serving.text.TextModel takes texts"),
-        ([[1], ["hello"]], {}, r"received str 'hello' in prompts\[1\]; a tokenizer"),
+        ([[1], ["hello"]], {}, r"received str 'hello' in prompts\[1\]; ejx.serving.text.TextModel"),
         ([[1, 1.5]], {}, r"received float 1.5 in prompts\[0\]; tokens are integers"),
         ([[1], [True]], {}, r"received bool True in prompts\[1\]"),
         ([[1], [[2]]], {}, r"received list \[2\] in prompts\[1\]"),

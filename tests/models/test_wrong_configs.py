@@ -64,7 +64,7 @@ READ = ("llama", "phi3", "gemma3_text", "gpt_oss", "mamba", "mamba2", "qwen3_nex
 HYBRIDS = ("bamba", "falcon_h1", "jamba", "lfm2", "lfm2_moe", "nemotron_h", "olmo_hybrid")
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", [*READ, *HYBRIDS, "deepseek_v2 with groups", "deepseek_v3"])
 def test_every_entry_of_a_model_is_checked(kind):
     check_all_entries(ejx.models.decoder_config, GOLDEN[kind]["config"])

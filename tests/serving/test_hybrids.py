@@ -12,9 +12,8 @@ MIXERS = ("beside", "short,attention", "mamba1,attention", "mamba2,attention", "
 SYSTEM = bytes([10, 11, 12, 13, 14] * 3 + [7, 8])  # four pages and a token
 
 
-@pytest.mark.parametrize(
-    "mixer", [pytest.param(mixer, marks=() if mixer == "beside" else pytest.mark.slow) for mixer in MIXERS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", MIXERS)
 def test_shared_prefixes_with_drafts(mixer):
     """Greedy tokens are those of the whole text at once."""
     layers = 1 + mixer.count(",")

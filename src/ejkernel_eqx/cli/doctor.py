@@ -11,6 +11,7 @@ import platform as python_platform
 from typing import Any
 
 from .._errors import EjkernelError, not_installed
+from .._operations import OPERATIONS
 from ..dispatch import (
     Backend,
     cache_dir,
@@ -193,8 +194,9 @@ def _environment(problems: list[str]) -> list[dict[str, Any]]:
 
 
 def summary(document: dict[str, Any]) -> str:
-    """One line: the platforms that some operation can use on this device, and of the others why not."""
-    device, rows = document["device"], [row for known in document["operations"].values() for row in known]
+    """One line: the platforms that some operation of the package can use on this device, and of the others why not."""
+    device, operations = document["device"], document["operations"]
+    rows = [row for name in OPERATIONS for row in operations.get(name, ())]
     if device is None:
         return "no device"
     usable, unusable = [], []

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from .._signatures import Module
 from ..quantised.dequantise import dequantise, is_quantised
 from .decoder import Decoder
 
@@ -14,7 +15,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "in_proj_qkvz"
 PROJECTIONS += ("gate_proj", "up_proj", "down_proj")
 
 
-class LoRA(eqx.Module):
+class LoRA(Module):
     r"""Replaces an `equinox.nn.Linear`: $W x + \frac{\alpha}{R} B A x$ (Hu et al. 2021, arXiv:2106.09685). Only `a` and `b` are trained. Initially
     $B = 0$, so the output is that of `base`.
 
