@@ -17,6 +17,7 @@ from tests.tolerances import assert_close
 
 NAMES = ("attention", *RECURRENT)
 LINEARS = {
+    "lfm2": "in_proj out_proj".split(),
     "attention": "q_proj k_proj v_proj o_proj".split(),
     "mamba": "in_proj x_proj dt_proj out_proj".split(),
     "mamba2": "in_proj out_proj".split(),

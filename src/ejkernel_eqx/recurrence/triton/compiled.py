@@ -124,6 +124,7 @@ def backward(
 step = step_kernel.step
 
 
-_SMALL = TritonConfig(32, *[tile_sizes.Tile(32, 32, 4, 1)] * 6)
+_TILE = tile_sizes.Tile(32, 32, 4, 1)
+_SMALL = TritonConfig(32, _TILE, _TILE, _TILE, _TILE, _TILE, _TILE)
 interpreted = Interpreted(__name__, _SMALL, float32_dot="ieee")
 """The same kernels on the host, with tiles for small arrays: platform `triton-interpret`."""
