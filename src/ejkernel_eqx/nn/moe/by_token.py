@@ -92,18 +92,25 @@ def spread(axes: Names, x: Array, route: Route | None) -> Array:
 def collected(axes: Names, x: Array, route: Route | None) -> Array:
     """Returns the sums `[T, ...]` of what became of this device's tokens on all devices, given what became of those that it got, `x [D, room, ...]`;
     in float32 for 16 bits."""
-    back, dtype = _moved(x, axes), accumulator(x.dtype)
+    back = _moved(x, axes)
     if route is None:
-        return jnp.sum(back, axis=0, dtype=dtype)
-    flat = back.reshape(-1, *x.shape[2:])
-    total: Any = 0
-    for place in route.places.T:
-        total = total + flat.at[place].get(mode="fill", fill_value=0).astype(dtype)
-    return total
+        return jnp.sum(back, axis=0, dtype=accumulator(x.dtype))
+    return _sums_at(back.reshape(-1, *x.shape[2:]), route.places)
 
 
 def _moved(x: Array, axes: Names) -> Array:
     return lax.all_to_all(x, axes, 0, 0, tiled=True)
+
+
+def _sums_at(x: Array, places: Array, weights: Array | None = None) -> Array:
+    """For each row of `places [T, top_k]` the sum of the rows of `x` there, 0 beyond the end, times its `weights`, one after the other: in the dtype
+    of the weights, without them in float32 for 16 bits."""
+    dtype = accumulator(x.dtype) if weights is None else weights.dtype
+    total: Any = 0
+    for k in range(places.shape[1]):
+        row = x.at[places[:, k]].get(mode="fill", fill_value=0).astype(dtype)
+        total = total + (row if weights is None else row * weights[:, k, None])
+    return total
 
 
 def _spread_backward(axes: Names, saved: Any, cotangent: Array) -> Any:
@@ -140,11 +147,7 @@ def rows_of(x: Array, chunk: Chunk) -> Array:
 
 
 def _rows_of_backward(saved: Any, cotangent: Array) -> Any:
-    total: Any = 0
-    for place in saved.places.T:
-        row = cotangent.at[place].get(mode="fill", fill_value=0)
-        total = total + row.astype(accumulator(cotangent.dtype))
-    return total.astype(cotangent.dtype), None
+    return _sums_at(cotangent, saved.places).astype(cotangent.dtype), None
 
 
 rows_of.defvjp(lambda x, chunk: (rows_of(x, chunk), chunk), _rows_of_backward)
@@ -153,10 +156,7 @@ rows_of.defvjp(lambda x, chunk: (rows_of(x, chunk), chunk), _rows_of_backward)
 @jax.custom_vjp
 def weighted_sums(rows: Array, weights: Array, chunk: Chunk) -> Array:
     """The rows of each token times its `weights [R, top_k]` and added up, the best expert's first: `[R, E]` in the dtype of the weights."""
-    total: Any = 0
-    for place, weight in zip(chunk.places.T, weights.T, strict=True):
-        total = total + rows.at[place].get(mode="fill", fill_value=0).astype(weights.dtype) * weight[:, None]
-    return total
+    return _sums_at(rows, chunk.places, weights)
 
 
 def _weighted_sums_backward(saved: Any, cotangent: Array) -> Any:
