@@ -130,12 +130,8 @@ def _unsupported_sizes(problem: Problem, device: DeviceFacts) -> str | None:
         return f"takes head dims that are multiples of 8 up to {most} on this device, not {head_dim}"
     if 0 in (problem.dim("B"), problem.dim("T"), problem.dim("S")):
         return "does not take empty arrays"
-    reason = (
-        fault(problem, device)
-        if isinstance(problem.dim("T"), int) and isinstance(problem.dim("S"), int)
-        else None
-    )
-    if reason is not None:
+    has_lengths = isinstance(problem.dim("T"), int) and isinstance(problem.dim("S"), int)
+    if has_lengths and (reason := fault(problem, device)) is not None:
         return reason
     if problem.dim("T") % 2 or problem.dim("S") % 2:
         return f"takes even sequence lengths only (because of its backward), not T {problem.dim('T')} and S {problem.dim('S')}"

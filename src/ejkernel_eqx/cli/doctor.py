@@ -76,14 +76,11 @@ def run(options: argparse.Namespace) -> Outcome:
 def _notes(device: DeviceFacts | None) -> list[str]:
     """Notes for the user of this device."""
     if device is not None and device.vendor == "nvidia" and triton_unavailable() is None:
-        reason = versions_unfit()
-        return (
-            []
-            if reason is None
-            else [
-                f"jax-triton compiles and launches Triton kernels, one after the other, and Hopper's own kernels are left out: this package {reason}"
-            ]
-        )
+        if (reason := versions_unfit()) is None:
+            return []
+        return [
+            f"jax-triton compiles and launches Triton kernels, one after the other, and Hopper's own kernels are left out: this package {reason}"
+        ]
     if device is None or device.backend is not Backend.TPU:
         return []
     return [

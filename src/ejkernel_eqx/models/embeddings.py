@@ -10,7 +10,7 @@ from ..nn.arguments import check_sizes
 from .decoder import Decoder
 from .encoder import Encoder
 from .pooler import Pooler
-from .prompts import rows_of
+from .prompts import in_few_sizes, rows_of
 
 
 def embed(
@@ -88,14 +88,8 @@ def _padded(batch: list[list[int]], most: int) -> tuple[Array, Array]:
     """Tokens and whether each is real, `[N, T]`, of few different shapes. What is added to the texts is the last one again."""
     count = min(1 << (len(batch) - 1).bit_length(), most)
     batch = [*batch, *[batch[-1]] * (count - len(batch))]
-    tokens = np.zeros((count, _bucket(len(batch[0]))), np.int32)
+    tokens = np.zeros((count, in_few_sizes(len(batch[0]), 8)), np.int32)
     mask = np.zeros(tokens.shape, bool)
     for row, text in enumerate(batch):
         tokens[row, : len(text)], mask[row, : len(text)] = text, True
     return jnp.asarray(tokens), jnp.asarray(mask)
-
-
-def _bucket(length: int) -> int:
-    """A power of two, or one and a half times one, from 8 on."""
-    step = max(8, (1 << (length - 1).bit_length()) // 4)
-    return -(-length // step) * step

@@ -20,6 +20,13 @@ def rounded(count: int) -> int:
     return -(-count // _ROUNDING) * _ROUNDING
 
 
+def in_few_sizes(count: int, least: int, most: int | None = None) -> int:
+    """A count, rounded up so that there are two sizes for each doubling: to multiples of `least` at first, and of `most` in the end."""
+    step = max(least, (1 << (count - 1).bit_length()) // 4)
+    step = step if most is None else min(step, most)
+    return -(-count // step) * step
+
+
 def capacity_of(count: int, backend: Backend) -> int:
     """The number of tokens that a cache for `count` has room for.
 
@@ -28,8 +35,7 @@ def capacity_of(count: int, backend: Backend) -> int:
     """
     if backend is Backend.CPU:
         return rounded(count)
-    step = min(max(256, (1 << (count - 1).bit_length()) // 4), 4096)
-    return -(-count // step) * step
+    return in_few_sizes(count, 256, 4096)
 
 
 def widened(*rows: Array) -> tuple[Array, ...]:
