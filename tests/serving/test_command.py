@@ -1,15 +1,11 @@
 """The command `serve`: a published model's folder as an application."""
 
-import json
 import sys
 
 import pytest
-from safetensors.numpy import save_file
 
 from ejkernel_eqx import serving
 from ejkernel_eqx.cli.main import main
-from tests.models.cases import GOLDEN
-from tests.models.test_published import weights_of
 
 for name, extra in {
     "tokenizers": "text",
@@ -22,18 +18,12 @@ testclient = pytest.importorskip("starlette.testclient", reason="needs httpx")
 
 from ejkernel_eqx.serving import server  # noqa: E402
 
-from .byte_tokenizer import byte_tokenizer  # noqa: E402
+from .byte_tokenizer import llama_folder  # noqa: E402
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """A random Llama. Its vocabulary is smaller than that of its tokenizer."""
-    config = GOLDEN["llama"]["config"] | {"eos_token_id": None}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    save_file(weights_of("llama"), tmp_path / "model.safetensors")
-    byte_tokenizer(tmp_path / "tokenizer.json")
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    return tmp_path
+    return llama_folder(tmp_path, "{{ messages[0].content }}")
 
 
 SIZES = "--num-pages 16 --page-size 4 --max-batch 2 --step-tokens 8 --dtype float32".split()

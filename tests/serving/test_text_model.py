@@ -4,30 +4,21 @@ import io
 import json
 
 import pytest
-from safetensors.numpy import save_file
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx.cli.main import main
-from tests.models.cases import GOLDEN
-from tests.models.test_published import weights_of
 
 for name in ("tokenizers", "jinja2"):
     pytest.importorskip(name, reason="needs the extra text")
 
 from ejkernel_eqx.serving.text import TextModel  # noqa: E402
 
-from .byte_tokenizer import byte_tokenizer  # noqa: E402
+from .byte_tokenizer import llama_folder  # noqa: E402
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """A random Llama with 61 tokens, whose texts are punctuation."""
-    config = GOLDEN["llama"]["config"] | {"eos_token_id": None}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    save_file(weights_of("llama"), tmp_path / "model.safetensors")
-    byte_tokenizer(tmp_path / "tokenizer.json")
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[-1].content }}")
-    return tmp_path
+    return llama_folder(tmp_path, "{{ messages[-1].content }}")
 
 
 def test_strings_are_continued(folder, capsys, monkeypatch):
