@@ -108,7 +108,7 @@ def test_a_resumed_run_continues_exactly(examples, train_lm, tmp_path, text, mon
     assert float(rows[0][0]["learning_rate"]) == 0.0
     assert float(rows[0][1]["learning_rate"]) == pytest.approx(1e-2)
     first = train_lm.make_state(args, train_lm.architecture_of(args)).model
-    tokens = batch_at(train_lm.load_data(text, args.seq_len)[0], 0, args)
+    tokens = jnp.asarray(batch_at(train_lm.load_data(text, args.seq_len)[0], 0, args))
     gradient = eqx.filter_jit(eqx.filter_grad(lambda m: train_lm.mean_loss(m, tokens, "float32")))(first)
     squares = sum(float(np.sum(np.square(g, dtype=np.float64))) for g in jax.tree.leaves(gradient))
     assert_close(np.float32(rows[0][0]["gradient_norm"]), squares**0.5, kind="gradient")
