@@ -30,7 +30,7 @@ from .xielu import XIELU
 
 
 def norm_of(kind: NormType, features: int, eps: float, dtype: Any) -> Norm:
-    """A norm of this type; its weights are float32 at least, as they are few and what they multiply is computed in float32."""
+    """A norm of this type. Its weights are at least float32, since the norm computes in float32."""
     wide = jnp.float32 if dtype is not None and jnp.dtype(dtype).itemsize < 4 else dtype
     if kind == "rms":
         return eqx.nn.RMSNorm(features, eps, use_bias=False, dtype=wide)
@@ -38,8 +38,11 @@ def norm_of(kind: NormType, features: int, eps: float, dtype: Any) -> Norm:
 
 
 class MLP(Module):
-    r"""An MLP, $W_{down}(f(W_{gate} x) \odot W_{up} x)$ or one without a gate; see [`ejkernel_eqx.models.MLPConfig`][]. Its parameters are named as
-    published."""
+    r"""An MLP on each token, $y = W_{down}(f(W_{gate} x) \odot W_{up} x)$, or without a gate $y = W_{down}\, f(W_{up} x)$. An
+    [`MLPConfig`][ejkernel_eqx.models.MLPConfig] describes it. Parameters have their published names.
+
+    Source: Shazeer, *GLU Variants Improve Transformer* (2020, arXiv:2002.05202).
+    """
 
     gate_proj: eqx.nn.Linear | None  # [F, E]
     up_proj: eqx.nn.Linear  # [F, E]
@@ -82,10 +85,16 @@ class MLP(Module):
         norm: Norm | None = None,
         residual: Array | None = None,
     ) -> Array:
-        """`x`: `[..., E]`, any number of leading axes; `again`: the same, for the second projection, from
-        [`ejkernel_eqx.ResidualRMSNorm`][]`.for_readers`. With `norm`, that of the block, the input is the norm of `x`; `residual`, of its
-        shape, is added to the output, in the dtype of the residual. Few rows are then two launches on GPUs ([`ejkernel_eqx.Matmul`][]).
-        **Returns:** an array of its shape and dtype."""
+        """**Arguments:**
+
+        - `x`: `[..., E]`, with any number of leading axes.
+        - `again`: a copy of `x` for the second projection, from [`ejkernel_eqx.ResidualRMSNorm`][]`.for_readers`. Not with `norm` or `residual`.
+        - `norm`: a norm that is applied to `x` first.
+        - `residual`: an array of the shape of `x`, which is added to the output. With few rows, norm, MLP and addition are two launches on GPUs
+            ([`ejkernel_eqx.Matmul`][]).
+
+        **Returns:** an array of the shape of `x`, in the dtype of `residual` if it is given, else of `x`.
+        """
         block = Block(norm, residual)
         if not block.is_alone:
             if again is not None:
@@ -120,7 +129,12 @@ class MLP(Module):
 
 
 class DecoderLayer(Module):
-    """A mixer and an MLP, each with a residual; see [`ejkernel_eqx.models.LayerConfig`][]."""
+    r"""A mixer and an MLP, each added to its residual. With norms before both, as in Llama:
+
+    $$h = x + \mathrm{mixer}(\mathrm{norm}(x)), \qquad y = h + \mathrm{MLP}(\mathrm{norm}(h))$$
+
+    A [`LayerConfig`][ejkernel_eqx.models.LayerConfig] describes the layer and the other places of norms.
+    """
 
     mixer_norm: Norm | None
     mixer: Any
@@ -199,20 +213,27 @@ class DecoderLayer(Module):
 
     @property
     def mixers(self) -> tuple[Any, ...]:
-        """One mixer or two, each with a cache of its own."""
+        """The mixer, or both. Each has a cache of its own."""
         return (self.mixer,) if self.beside is None else (self.mixer, self.beside)
 
     @compiled_call()
     def __call__(
         self, x: Array, cache: Any = None, inputs: LayerInputs | None = None, **rows: Any
     ) -> tuple[Array, Any]:
-        """`x`: `[..., T, E]`; with `batch=`, `[T, E]`. `rows` is what the mixer takes besides. **Returns:** the tokens and the new cache; that of
-        two mixers is a tuple of both."""
+        """**Arguments:**
+
+        - `x`: features `[..., T, E]`; with `batch`, `[T, E]`.
+        - `cache`: the cache of the mixer; of two mixers, a tuple.
+        - `inputs`: the embedding of the tokens for this layer, and the keys of earlier layers, if the layer reads them.
+        - `rows`: further arguments of the mixer, such as `padding_mask`, `segment_ids`, `batch`.
+
+        **Returns:** the tuple `(features, cache)`: an array like `x`, and the new cache.
+        """
         inputs = LayerInputs() if inputs is None else inputs
         if "batch" not in rows or not are_few(x):
             return self.through(x, cache, rows, inputs)[:2]
         with multiplied_by(self.matmul):
-            # Attention computes the norm and the residual around it.
+            # The kernels of attention's projections compute the norm before it and add the residual after it.
             is_alone = self.beside is None and self.experts is None
             is_alone = is_alone and self.config.norms not in ("residual", "parallel", "parallel_apart")
             if is_alone and type(self.mixer) is MultiHeadAttention:
@@ -221,7 +242,7 @@ class DecoderLayer(Module):
 
     @compiled_call()
     def with_statistics(self, x: Array, **rows: Any) -> tuple[Array, RouterStatistics | None]:
-        """The tokens, and what the router of a mixture of experts did."""
+        """The features after the layer, and the statistics of the router of its experts, or `None`."""
         x, _, statistics = self.through(x, None, rows, LayerInputs(), True)
         return x, statistics
 
@@ -233,8 +254,8 @@ class DecoderLayer(Module):
         inputs: LayerInputs,
         return_statistics: bool = False,
     ) -> tuple[Array, Any, RouterStatistics | None]:
-        """The results of a call, and on request the statistics of its experts. Without a cache, a layer that gives its keys away returns them in
-        the place of one."""
+        """The results of a call, and on request the statistics of its experts. Without a cache, a layer whose keys others read returns the keys
+        instead of a cache."""
         gives = cache is None and self.config.gives_keys
         apart = cache is None and self.beside is None and type(self.mixer) is MultiHeadAttention and not gives
         (h, *copies), x = self._into_branch(self.mixer_norm, x, readers=3 if apart else 1)
@@ -285,7 +306,7 @@ class DecoderLayer(Module):
         return out + other.astype(out.dtype), None if cache is None else (cache, state)
 
     def _finished(self, x: Array, inputs: LayerInputs) -> Array:
-        """The tokens with the part of the layer's embedding, times the number of the layer."""
+        """The features after the MLP, with the part of the layer's embedding added, times the learned number of the layer."""
         gate, projection = self.per_layer_input_gate, self.per_layer_projection
         if gate is not None and projection is not None:
             assert isinstance(self.config.mlp, MLPConfig) and inputs.embedding is not None
@@ -296,10 +317,10 @@ class DecoderLayer(Module):
         return x if self.layer_scalar is None else x * self.layer_scalar[0].astype(x.dtype)
 
     def _of_few(self, x: Array, cache: Any, rows: dict[str, Any], inputs: LayerInputs) -> tuple[Array, Any]:
-        """A step of few tokens: norms and residuals are parts of the projections beside them."""
+        """A step of few tokens. The kernels of the projections also compute the norms before them and add the residuals after them."""
 
         def in_block(branch: Callable[..., Any], out_norm: Any, scales: tuple[float, float]) -> Any:
-            """The sum of `x` and a branch, and what the branch returns besides."""
+            """The sum of `x` and a branch, and the further results of the branch."""
             if out_norm is None and scales == (1, 1):
                 return branch(residual=x)
             out, *more = branch()
@@ -322,8 +343,8 @@ class DecoderLayer(Module):
     def _into_branch(
         self, norm: Norm | None, residual: Array, out: Array | None = None, readers: int = 1
     ) -> tuple[tuple[Array, ...], Array]:
-        """The input of a branch, for each of its readers where one pass adds their gradients, and the residual beside it, after the output of
-        the mixer was added."""
+        """The input of a branch, and the residual beside it after `out` was added. The input is there once for each projection that reads it, so that
+        one pass adds the gradients of all."""
         scales, give = self.config.mixer_scales, self.residual_norm.for_readers
         if norm is not None and _is_plain(norm, self.residual_norm) and self.config.norms != "residual":
             if out is None:
@@ -335,7 +356,7 @@ class DecoderLayer(Module):
 
 
 def _is_plain(norm: Norm, operation: ResidualRMSNorm) -> bool:
-    """Returns whether the operation computes this norm; a user may have put another one in its place."""
+    """Returns whether the operation computes this norm. A user may have replaced the norm by another one."""
     own = type(norm) is eqx.nn.RMSNorm and norm.weight is not None and norm.bias is None
     return own and norm.eps == operation.spec.eps
 

@@ -1,4 +1,4 @@
-"""What a layer takes besides the tokens."""
+"""`LayerInputs`: the inputs of a layer besides the features of the tokens."""
 
 from typing import Any, NamedTuple
 
@@ -6,12 +6,13 @@ from jax import Array
 
 
 class LayerInputs(NamedTuple):
-    """Of one layer. Of a stack: `embedding [repetitions, layers of the pattern, ..., T, P]`, and the `keys` of the layers before it."""
+    """The inputs of one layer, or of a stack. A stack has an `embedding [repetitions, layers of the pattern, ..., T, P]`, and the `keys` of the
+    layers before it."""
 
     embedding: Array | None = None
     keys: Any = None
 
     def of(self, place: int, source: int | None) -> "LayerInputs":
-        """Those of a layer of the pattern, which reads the keys of the layer `source`."""
+        """The inputs of a layer of the pattern, which reads the keys of the layer `source`."""
         embedding = None if self.embedding is None else self.embedding[place]
         return LayerInputs(embedding, None if source is None else self.keys[source])

@@ -10,8 +10,8 @@ from .vocabulary import embed
 
 
 def embed_positions(table: Array, tokens: Array, cache: Any, rows: dict[str, Any]) -> Array:
-    """The rows of the table `[positions, E]` for tokens `[..., T]`, counted from the first real token of each row, cached ones included. Positions
-    behind the table have NaN."""
+    """The embeddings `[..., T, E]` of the positions of tokens `[..., T]`, from the table `[positions, E]`. Positions count from the first real token
+    of each row, cached tokens included. Those after the end of the table give NaN."""
     if "batch" in rows:
         at = rows["batch"].positions
     else:
