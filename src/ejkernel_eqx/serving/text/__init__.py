@@ -1,4 +1,4 @@
-"""Text of published models: tokens, text as it is generated, stop strings and chat templates. Needs the extra `text`."""
+"""Text for published models: tokenizers, streamed text, stop strings and chat templates. It needs the extra `text`."""
 
 from .chat import ChatTemplate as ChatTemplate
 from .chat import ChatTemplateError as ChatTemplateError
