@@ -191,7 +191,8 @@ class DecoderConfig:
     - `layers`: a `LayerConfig` for each layer.
     - `norm_eps`: the number that norms add to the mean square.
     - `embedding_scale`: the factor $s$ of the embeddings ($\\sqrt{E}$ in Gemma).
-    - `tie_embeddings`: whether the head is the embedding.
+    - `tie_embeddings`: whether the head is the embedding. The random embeddings of a new model then have the standard deviation 0.02, over
+        `embedding_scale` if that is above 1. So the first loss is near the logarithm of `vocab_size`. Otherwise they have 1.
     - `logits_soft_cap`: $c$ of $c \\tanh(\\mathrm{logits} / c)$; default none.
     - `unit_offset_norms`: whether the published norms are stored as `weight - 1` (Gemma, Qwen3-Next). For loading only.
     - `stop_tokens`: the tokens with which a text ends; the default of `generate`.

@@ -41,6 +41,10 @@ _KERNELS = (
 ).split()
 _PRODUCTS = ("grouped_matmul_out", "grouped_matmul_saved")
 
+TIED_STD = 0.02
+"""The initial standard deviation of embeddings where the head is the embedding, as in GPT-2. With 1, the logits of a token would be as large as
+the square root of the width, and its own logit as large as the width."""
+
 
 def _policy(remat: str) -> Any:
     if remat == "kernels":
@@ -164,7 +168,10 @@ class Decoder(Module):
         parts = Parts(key, 3, dtype, compute_dtype)
         dtype, self.compute_dtype = parts.dtype, parts.compute_dtype
         width, count = config.embed_dim, len(config.layers)
-        self.embedding = normal(parts.key(), (config.vocab_size, width), dtype)
+        std = TIED_STD if config.tie_embeddings else 1.0
+        # The scale enlarges embeddings in the layers alone. Their output would be closer to the embedding of the input, whose logit would be large.
+        scale = max(1.0, config.embedding_scale) if config.tie_embeddings else 1.0
+        self.embedding = normal(parts.key(), (config.vocab_size, width), dtype, std / scale)
         keys, places = keys_of(parts.key(), count), np.arange(count, dtype=np.int32)
         options: dict[str, Any] = {"norm_type": config.norm_type, "norm_eps": config.norm_eps}
         options |= {"platform": platform, "compute_dtype": self.compute_dtype}
@@ -174,7 +181,7 @@ class Decoder(Module):
                 raise ValueError(
                     f"sequence_axis: expected None for a model with learned positions, received {sequence_axis!r}; it needs all tokens of a row."
                 )
-            self.positions = normal(jax.random.fold_in(key, 2), (config.max_positions, width), dtype)
+            self.positions = normal(jax.random.fold_in(key, 2), (config.max_positions, width), dtype, std)
         options |= {"layer_embedding": config.layer_embedding}
         self.layer_embedding = None
         if (features := config.layer_embedding) is not None:

@@ -15,7 +15,7 @@ from ..nn.initial import keys_of, normal
 from ..nn.tokens import ids_of
 from ..sequences import segment_positions
 from .config import EncoderConfig
-from .decoder import Decoder
+from .decoder import Decoder, TIED_STD
 from .filling_encoders import filled_encoder
 from .layer import Norm, norm_of, normed
 from .pooler import Pooler
@@ -56,7 +56,7 @@ class Encoder(Module):
         body_key, *keys = keys_of(key, 3)
         self.body = Decoder(config.body, dtype=dtype, key=body_key, **options)
         width, dtype, eps = config.body.embed_dim, self.body.embedding.dtype, config.body.norm_eps
-        table = lambda key, rows: normal(key, (rows, width), dtype) if rows else None
+        table = lambda key, rows: normal(key, (rows, width), dtype, TIED_STD) if rows else None
         self.positions = table(keys[0], config.num_positions)
         self.token_types = table(keys[1], config.num_token_types)
         norm = norm_of(config.body.norm_type, width, eps, dtype)

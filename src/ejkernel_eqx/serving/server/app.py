@@ -13,7 +13,7 @@ from ..._errors import require
 from ...models import Sampling
 from ..engine import Engine
 from ..requests import read_integer, RequestError
-from ..text import ChatTemplate, TextStream, Tokenizer
+from ..text import ByteTokenizer, ChatTemplate, TextStream, Tokenizer
 from .worker import Worker
 
 _WHO = "ejkernel_eqx.serving.server"
@@ -75,7 +75,12 @@ class _Call:
 
 class _Server:
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, template: ChatTemplate | None, name: str, most: int
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer | ByteTokenizer,
+        template: ChatTemplate | None,
+        name: str,
+        most: int,
     ):
         self.worker, self.tokenizer, self.template, self.name = Worker(engine), tokenizer, template, name
         self.engine, self.most_requests, self.started = engine, most, int(time.time())
@@ -235,7 +240,7 @@ def _refuse(request: Any, error: Any) -> Any:
 
 def make_app(
     engine: Engine,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | ByteTokenizer,
     template: ChatTemplate | None = None,
     *,
     name: str = "model",

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...models import Decoder, from_pretrained, generate, Sampling, stream
 from .chat import ChatTemplate
-from .tokenizer import TextStream, Tokenizer
+from .tokenizer import ByteTokenizer, TextStream, Tokenizer
 
 
 class TextModel:
@@ -27,7 +27,9 @@ class TextModel:
     - `template`: the chat template of the model. `chat` needs it.
     """
 
-    def __init__(self, model: Decoder, tokenizer: Tokenizer, template: ChatTemplate | None = None):
+    def __init__(
+        self, model: Decoder, tokenizer: Tokenizer | ByteTokenizer, template: ChatTemplate | None = None
+    ):
         self.model, self.tokenizer, self.template = model, tokenizer, template
 
     @classmethod

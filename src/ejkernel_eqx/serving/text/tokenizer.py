@@ -1,4 +1,4 @@
-"""`Tokenizer` and `TextStream`: convert between text and tokens by a `tokenizer.json`."""
+"""`Tokenizer`, `ByteTokenizer` and `TextStream`: convert between text and tokens."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -43,6 +43,25 @@ class Tokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without special tokens. Bytes that are no character become U+FFFD."""
         return self._tokenizer.decode(list(tokens))
+
+    def stream(self, prompt: Sequence[int] = (), stop: Sequence[str] = ()) -> "TextStream":
+        """A `TextStream` for tokens that are generated after a prompt, up to the first stop string."""
+        return TextStream(self.decode, prompt, stop)
+
+
+class ByteTokenizer:
+    """A tokenizer for models of bytes, with the methods of [`Tokenizer`][ejkernel_eqx.serving.text.Tokenizer]. The tokens of a text are the bytes of
+    its UTF-8 encoding, 0 to 255. Tokens from 256 on are special: they have no text."""
+
+    vocab_size: int = 256
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """The bytes of a text. There are no special tokens to add."""
+        return list(text.encode(errors="replace"))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens. Bytes that are no character become U+FFFD."""
+        return bytes([token for token in tokens if token < 256]).decode(errors="replace")
 
     def stream(self, prompt: Sequence[int] = (), stop: Sequence[str] = ()) -> "TextStream":
         """A `TextStream` for tokens that are generated after a prompt, up to the first stop string."""
