@@ -50,7 +50,6 @@ from training_log import Log
 from training_text import keep_tokenizer, load_data, tokenizer_of
 
 VALIDATION_BATCHES = 4
-OLDER = {"mlp": "dense", "quantise": None}  # of checkpoints from before there were other kinds
 
 
 class TrainState(NamedTuple):
@@ -190,7 +189,7 @@ def load_checkpoint(path: pathlib.Path, args: argparse.Namespace) -> TrainState:
         return f"a configuration of {value.get('model_type')}" if isinstance(value, dict) else repr(value)
 
     def like(architecture: dict[str, Any]) -> TrainState:
-        pairs = {k: ((OLDER | architecture).get(k), asked) for k, asked in architecture_of(args).items()}
+        pairs = {k: (architecture.get(k), asked) for k, asked in architecture_of(args).items()}
         different = [f"{k}={short(a)} (requested: {short(b)})" for k, (a, b) in pairs.items() if a != b]
         if different:
             raise UsageError(
