@@ -22,13 +22,13 @@ def keep_tokenizer(model: pathlib.Path | None, out_dir: pathlib.Path) -> Tokeniz
         raise UsageError(
             f"--out-dir: expected a folder for what is written, received {str(out_dir)!r}, which holds a published model; give another."
         )
-    (out_dir / "tokenizer.json").unlink(missing_ok=True)
-    if model is not None:
-        if not (model / "tokenizer.json").is_file():
-            raise UsageError(
-                f"--model: {str(model)!r} has no tokenizer.json; download all files of the model."
-            )
-        shutil.copyfile(model / "tokenizer.json", out_dir / "tokenizer.json")
+    kept = out_dir / "tokenizer.json"
+    if model is None:
+        kept.unlink(missing_ok=True)
+    elif (model / "tokenizer.json").is_file():
+        shutil.copyfile(model / "tokenizer.json", kept)
+    else:
+        raise UsageError(f"--model: {str(model)!r} has no tokenizer.json; download all files of the model.")
     return tokenizer_of(out_dir)
 
 
