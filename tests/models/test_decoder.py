@@ -282,7 +282,7 @@ def test_new_positions_are_of_the_size_of_tokens():
     encoder = ejx.models.Encoder(
         ejx.models.EncoderConfig(body, 500, num_token_types=500), key=jax.random.key(0)
     )
-    tables = (
+    tables: Any = (
         model.embedding,
         model.positions,
         encoder.body.embedding,
