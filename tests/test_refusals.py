@@ -94,7 +94,23 @@ CALLS = {
     "buckets": (lambda: ejx.Buckets((1,), (1,), query_lens=(1,)), ["Buckets: ", "did you mean query_len?"]),
     "nothing": (
         lambda: ejx.FlashAttention()(),
-        ["expected q and k and v, ", "no arguments; write FlashAttention(q"],
+        ["expected q and k and v, ", "no arguments; write FlashAttention(...)(q"],
+    ),
+    "misspelt for one that is missing": (
+        lambda: nn.GatedDeltaNet(8, num_heads=2, key=KEY),
+        ["received 'num_heads'; did you mean num_k_heads?"],
+    ),
+    "the end of a name": (
+        lambda: ejx.flash_attention(Q, Q, Q, scale=1.0),
+        ["received 'scale'; did you mean softmax_scale?"],
+    ),
+    "arrays for a truth value": (
+        lambda: ejx.FlashAttention(Q, Q, Q),
+        ["FlashAttention: expected options, received arrays; ", "FlashAttention(...)(q, k, v)."],
+    ),
+    "traced arrays for a choice": (
+        lambda: jax.jit(lambda x: ejx.GatedRMSNorm(x, x))(X),
+        ["GatedRMSNorm: expected options, received arrays; ", "GatedRMSNorm(...)(x)."],
     ),
     "plain jit": (
         lambda: jax.jit(layer())(X),
