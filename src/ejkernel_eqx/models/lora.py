@@ -1,6 +1,6 @@
 """LoRA: low-rank updates of frozen weights (Hu et al. 2021, arXiv:2106.09685): $W x + (\\alpha / r) B A x$."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -11,6 +11,7 @@ from .._signatures import Module
 from ..quantised.dequantise import dequantise, is_quantised
 from .decoder import Decoder
 
+M = TypeVar("M")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "in_proj_qkvz", "out_proj", "qkv_proj")
 PROJECTIONS += ("gate_proj", "up_proj", "down_proj")
 
@@ -88,7 +89,7 @@ def add_lora(model: Decoder, rank: int, *, key: Array) -> Decoder:
     return eqx.tree_at(lambda m: m.stacks, model, stacks)
 
 
-def merge_lora(model: Decoder) -> Decoder:
+def merge_lora(model: M) -> M:
     """Adds the updates to the weights, for serving.
 
     **Returns:** the model with plain linear layers. Quantised weights that had an update are floats.
