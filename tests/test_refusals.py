@@ -146,6 +146,18 @@ def test_other_type_errors_are_passed_on():
 
 
 VALUES = {
+    "updates of a layer": (
+        lambda: models.add_lora(layer(), 2, key=KEY),
+        "model: expected a Decoder, received MultiHeadAttention; ejx.models.LoRA replaces one projection",
+    ),
+    "updates of no projection": (
+        lambda: models.LoRA(layer(), 2, key=KEY),
+        "base: expected an equinox.nn.Linear, received MultiHeadAttention",
+    ),
+    "rank": (
+        lambda: models.LoRA(eqx.nn.Linear(2, 2, key=KEY), 0, key=KEY),
+        "rank: expected a positive integer, received 0",
+    ),
     "name": (lambda: ejx.explain("flashattention"), "'flashattention'; did you mean flash_attention?"),
     "flag": (
         lambda: ejx.explain("flash_attention", T=8, H=2, D=16, cauzal=True),

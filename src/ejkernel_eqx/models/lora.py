@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from .._signatures import Module
+from ..nn.arguments import check_sizes
 from ..quantised.dequantise import dequantise, is_quantised
 from .decoder import Decoder
 
@@ -39,6 +40,11 @@ class LoRA(Module):
     scale: float = eqx.field(static=True)
 
     def __init__(self, base: eqx.nn.Linear, rank: int, *, alpha: float = 16.0, key: Array):
+        if not isinstance(base, eqx.nn.Linear):
+            raise ValueError(
+                f"base: expected an equinox.nn.Linear, received {type(base).__name__}; replace its projections one by one."
+            )
+        check_sizes(rank=rank)
         # Stacked layers have leading axes.
         *lead, out, features = base.weight.shape
         self.base = base
@@ -64,17 +70,24 @@ def is_lora(node: Any) -> bool:
     return isinstance(node, LoRA)
 
 
-def add_lora(model: Decoder, rank: int, *, key: Array) -> Decoder:
+def add_lora(model: Decoder, rank: int, *, alpha: float = 16.0, key: Array) -> Decoder:
     """Replaces each projection of the mixers and MLPs by a [`LoRA`][ejkernel_eqx.models.LoRA]. Experts stay as they are.
 
     **Arguments:**
 
     - `model`: a [`Decoder`][ejkernel_eqx.models.Decoder].
-    - `rank`: the rank of each update.
+    - `rank`: the rank of each update, $R$.
+    - `alpha`: $\\alpha$. An update is multiplied by $\\alpha / R$.
     - `key`: a PRNG key for the updates.
 
     **Returns:** the new model.
+
+    **Raises:** `ValueError` for a model that is no `Decoder`, and for a rank below 1.
     """
+    if not isinstance(model, Decoder):
+        raise ValueError(
+            f"model: expected a Decoder, received {type(model).__name__}; ejx.models.LoRA replaces one projection of any model."
+        )
     is_linear = lambda node: isinstance(node, eqx.nn.Linear)
     found = jax.tree_util.tree_leaves_with_path(model.stacks, is_leaf=is_linear)
     count = len(found)
@@ -82,7 +95,7 @@ def add_lora(model: Decoder, rank: int, *, key: Array) -> Decoder:
     def update(path: Any, node: Any) -> Any:
         if not is_linear(node) or getattr(path[-1], "name", None) not in PROJECTIONS:
             return node
-        return LoRA(node, rank, key=next(keys))
+        return LoRA(node, rank, alpha=alpha, key=next(keys))
 
     keys = iter(jax.random.split(key, count))
     stacks = jax.tree_util.tree_map_with_path(update, model.stacks, is_leaf=is_linear)
