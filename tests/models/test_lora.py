@@ -1,5 +1,7 @@
 """Low-rank updates of a model: their scale, and where they are."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,8 @@ def test_alpha_scales_the_updates():
     learned, frozen = eqx.partition(model, trained(model))
     learned = jax.tree.map(lambda x: x + 0.5, learned)
     model = eqx.combine(learned, frozen)
-    projection, plain = (m.stacks[0][0].mlp.up_proj for m in (model, base))
+    pair: tuple[Any, Any] = model, base
+    projection, plain = (m.stacks[0][0].mlp.up_proj for m in pair)
     merged = merge_lora(model).stacks[0][0].mlp.up_proj.weight
     expected = np.float64(plain.weight) + 3 * np.einsum(
         "lor,lri->loi", np.float64(projection.b), np.float64(projection.a)
