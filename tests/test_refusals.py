@@ -146,6 +146,7 @@ def test_other_type_errors_are_passed_on():
 
 
 VALUES = {
+    "mixer": (lambda: models.LayerConfig("atention"), "received 'atention'; did you mean attention?"),
     "updates of a layer": (
         lambda: models.add_lora(layer(), 2, key=KEY),
         "model: expected a Decoder, received MultiHeadAttention; ejx.models.LoRA replaces one projection",
