@@ -1,7 +1,7 @@
 """A call whose tokens are split over a mesh axis: each device's tokens from a zero state, then what the state that enters them adds.
 
-Outputs and states are linear in the entering state. For linear members both are products with the decays up to a token. For a delta rule they are
-what the same kernels give for no values and the identity as the state.
+Outputs and states are linear in the entering state. For linear members both are products with the decays up to a token. For a delta rule, and
+for transitions of rank one, they are what the same kernels give for no values and the identity as the state.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ def recur_along(
     local = arrays._replace(initial_state=None)
     out, local_state = RECUR.in_order(plan, operation, local, inner)
     state = jnp.zeros_like(local_state) if arrays.initial_state is None else arrays.initial_state.astype(wide)
-    if spec.delta:
+    if spec.delta or arrays.a is not None:
         read, passed = _of_identity(plan, operation, local, inner, heads.state)
         step = lambda part, state: _product("...hde,...hev->...hdv", part[0], state) + part[1]
         entering, final = along.carry(step, (passed, local_state), state)

@@ -41,6 +41,8 @@ class Operands:
     g: Array | None = None
     beta: Array | None = None
     skip: Array | None = None
+    a: Array | None = None
+    b: Array | None = None
     decay: str = NONE
     delta: bool = False
     transposed: bool = False
@@ -76,7 +78,7 @@ def build(
     entering = None if states.entering is None else operands.flipped(states.entering)
     q, k, v, beta, skip = operands.q, operands.k, operands.v, operands.beta, operands.skip
     arrays = RecurrenceArrays(q, k, v, g, beta, skip, entering, packing.starts, packing.offsets)
-    return arrays, spec, states
+    return arrays._replace(a=operands.a, b=operands.b), spec, states
 
 
 def build_step(frame: Frame, operands: Operands, state: Any) -> tuple[StepArrays, RecurrenceSpec]:
@@ -86,6 +88,7 @@ def build_step(frame: Frame, operands: Operands, state: Any) -> tuple[StepArrays
     spec = RecurrenceSpec(operands.resolved_scale, decay, operands.delta, transposed=operands.transposed)
     state, indices = frame.row_states(state, *operands.of_states())
     arrays = StepArrays(operands.q, operands.k, operands.v, state, operands.g, operands.beta)
+    arrays = arrays._replace(a=operands.a, b=operands.b)
     skip = operands.skip
     if indices is not None and skip is not None:
         skip = skip[0]  # parameters are shared by all rows
@@ -99,6 +102,7 @@ def check_heads(operands: Operands) -> int:
         counts["g"] = operands.g.shape[-1 if operands.decay in (CONSTANT, SCALAR) else -2]
     if operands.beta is not None:
         counts["beta"] = operands.beta.shape[-1]
+    counts |= {name: x.shape[-2] for name in "ab" if (x := getattr(operands, name)) is not None}
     state = max(n for name, n in counts.items() if name != "q")
     largest = max(state, counts["q"])
     for name, n in reversed(counts.items()):
