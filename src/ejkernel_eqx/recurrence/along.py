@@ -79,7 +79,9 @@ def _of_decays(
         if spec.decay in (CONSTANT, SCALAR):
             sums = sums[..., None]  # one channel
         decay = jnp.exp(sums)
-        factor = repeat_heads(decay, -2, out_heads)
+        # What a token reads before its own decay, it reads after the decays of those before it.
+        seen = jnp.exp(_before(sums, len(lead))) if spec.before else decay
+        factor = repeat_heads(seen, -2, out_heads)
         read, after = (read, factor) if spec.decay == VALUE else (read * factor, None)
         passed = repeat_heads(lax.index_in_dim(decay, length - 1, len(lead), keepdims=False), -2, state_heads)
         passed = passed[..., None, :] if spec.decay == VALUE else passed[..., None]
@@ -87,6 +89,12 @@ def _of_decays(
     # Tokens of later segments do not see the entering state.
     read = read if reached is None else jnp.where(reached, read, 0)
     return read, passed_on(passed, arrays.starts), after
+
+
+def _before(sums: Array, axis: int) -> Array:
+    """Sums up to the tokens before, from sums up to each token."""
+    none = jnp.zeros_like(lax.slice_in_dim(sums, 0, 1, axis=axis))
+    return jnp.concatenate([none, lax.slice_in_dim(sums, 0, sums.shape[axis] - 1, axis=axis)], axis)
 
 
 def _outputs(read: Array, state: Array) -> Array:

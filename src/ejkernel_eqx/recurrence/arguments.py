@@ -45,6 +45,8 @@ class Operands:
     b: Array | None = None
     decay: str = NONE
     delta: bool = False
+    before: bool = False
+    """True if outputs read the state before their token."""
     transposed: bool = False
     """True if the caller's states are `[V, D]`."""
 
@@ -73,7 +75,8 @@ def build(
         assert g is not None
         decay = SCALAR
         g = packing.mask(jnp.broadcast_to(g[..., None, :], (*frame.over_tokens, g.shape[-1])))
-    spec = RecurrenceSpec(operands.resolved_scale, decay, operands.delta, frame.state_dtype(state_dtype))
+    dtype = frame.state_dtype(state_dtype)
+    spec = RecurrenceSpec(operands.resolved_scale, decay, operands.delta, dtype, before=operands.before)
     states = frame.states(initial_state, *operands.of_states(), spec.state_dtype)
     entering = None if states.entering is None else operands.flipped(states.entering)
     q, k, v, beta, skip = operands.q, operands.k, operands.v, operands.beta, operands.skip
@@ -85,7 +88,8 @@ def build_step(frame: Frame, operands: Operands, state: Any) -> tuple[StepArrays
     """The resolved step. Without `state_indices` every row has its own state; with them, one axis of rows shares a pool."""
     # One number per head becomes one per row here.
     decay = SCALAR if operands.decay == CONSTANT else operands.decay
-    spec = RecurrenceSpec(operands.resolved_scale, decay, operands.delta, transposed=operands.transposed)
+    layout = {"transposed": operands.transposed, "before": operands.before}
+    spec = RecurrenceSpec(operands.resolved_scale, decay, operands.delta, **layout)
     state, indices = frame.row_states(state, *operands.of_states())
     arrays = StepArrays(operands.q, operands.k, operands.v, state, operands.g, operands.beta)
     arrays = arrays._replace(a=operands.a, b=operands.b)

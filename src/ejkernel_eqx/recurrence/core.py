@@ -56,6 +56,7 @@ def _problem(
     given = {"beta": arrays.beta is not None, "skip": arrays.skip is not None}
     # Only where it is so, since other problems are known by their flags in tables of measurements.
     given |= {} if arrays.a is None else {"rank_one": True}
+    given |= {"before": True} if spec.before else {}
     names = more["lengths"] | counts | {"T", "D", "V"}
     return Problem.make(
         operation,

@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
@@ -188,11 +187,15 @@ class RWKV7(Recurrence):
         """Processes one token per row, for decoding. Arguments are those of a call without the token axis; `state`, `state_indices` and results as in
         [`ejkernel_eqx.GatedLinearAttention.step`][]."""
         frame = step_frame_of(r, "r", "H D", state_indices)
-        return self._run(frame, self._operands(frame, {"r": r, "k": k, "v": v, "kappa": kappa}, w, eta), state)
+        return self._run(
+            frame, self._operands(frame, {"r": r, "k": k, "v": v, "kappa": kappa}, w, eta), state
+        )
 
     def _operands(self, frame: Frame, named: dict[str, Any], w: Any, eta: Any) -> Operands:
         dim = named["r"].shape[-1]
-        main = lambda name, sizes: frame.main(name, named[name], (None, *sizes), "H V" if name == "v" else "H D")
+        main = lambda name, sizes: frame.main(
+            name, named[name], (None, *sizes), "H V" if name == "v" else "H D"
+        )
         r, k, kappa, v = main("r", (dim,)), main("k", (dim,)), main("kappa", (dim,)), main("v", (None,))
         w = wide(frame.operand("w", w, (None, dim), "H D"))
         eta = frame.operand("eta", eta, (kappa.shape[-2], dim), "H D")

@@ -24,7 +24,8 @@ from .spec import (
 _HEADS = ("H", "Hq", "Hk", "Hv")
 _CHOICES = {
     **dict.fromkeys(
-        ("beta", "delta", "initial_state", "rank_one", "skip", "step", "slots", "transposed"), SWITCH
+        ("before", "beta", "delta", "initial_state", "rank_one", "skip", "step", "slots", "transposed"),
+        SWITCH,
     ),
     "decay": (NONE, CONSTANT, SCALAR, KEY, VALUE),
     "packed": (None, "offsets", "segments"),
@@ -52,7 +53,7 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
     - `dims`: at least `T` (except for a step), `H` and `D`; `V` defaults to `D`, `Hq`, `Hk`, `Hv` to `H` (the state heads; 1 for the B and C of
         `state_space_v2`, whose `D` is the state size and `V` the head dim), `B` to 1; `N` is the number of sequences for `packed=offsets`.
     - `dtype`: the dtype of queries, keys, values and beta; decays and states are float32.
-    - `flags`: `decay` (`none`, `constant`, `scalar`, `key`, `value`), `delta`, `beta`, `rank_one`, `skip` if the operation has a choice;
+    - `flags`: `decay` (`none`, `constant`, `scalar`, `key`, `value`), `delta`, `beta`, `rank_one`, `before`, `skip` if the operation has a choice;
         `initial_state`, `packed` (`offsets` or `segments`), `step`, `slots` (a step on a pool of states).
 
     Raises `ValueError` for an unknown name, a missing size, or sizes that do not fit together.
@@ -78,9 +79,8 @@ def shapes_of(
 ) -> tuple[Any, RecurrenceSpec]:
     """The shapes of the arrays of a call or a step, and its spec, from the sizes, flags and dtypes of its problem."""
     decay, delta, step = flags["decay"], flags["delta"], flags["step"]
-    spec = RecurrenceSpec(
-        size["D"] ** -0.5, decay, delta, dtypes["state"], bool(step and flags["transposed"])
-    )
+    layout = {"transposed": bool(step and flags["transposed"]), "before": bool(flags.get("before"))}
+    spec = RecurrenceSpec(size["D"] ** -0.5, decay, delta, dtypes["state"], **layout)
     given = {name: dtypes["qkv"] for name in ("q", "k", "v", "beta", "skip") if flags.get(name, True)}
     given |= {} if decay == NONE else {"g": dtypes["g"]}
     given |= dict.fromkeys("ab", dtypes["qkv"]) if flags.get("rank_one") else {}

@@ -49,7 +49,8 @@ def _row(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> tuple[Array, Array]:
         if a is not None:
             state = state + jnp.einsum("hd,hc,hcv->hdv", b, a, before)
         state = state + jnp.einsum("h,hd,hv->hdv", beta, k, v)
-        return state, spec.scale * jnp.einsum("hdv,hd->hv", repeat_heads(state, 0, out_heads), q)
+        read = repeat_heads(before if spec.before else state, 0, out_heads)
+        return state, spec.scale * jnp.einsum("hdv,hd->hv", read, q)
 
     state, out = scan_tokens(token, state, (q, k, v, decay, beta, a, b, fresh), length)
     if arrays.skip is not None:
@@ -107,7 +108,7 @@ def step(arrays: StepArrays, spec: RecurrenceSpec) -> tuple[Array, Array]:
         )
     tokens = {name: token(getattr(arrays, name)) for name in _BY_TOKEN}
     whole = RecurrenceArrays(**tokens, skip=skip, initial_state=initial)
-    out, new = recur(whole, RecurrenceSpec(spec.scale, spec.decay, spec.delta))
+    out, new = recur(whole, RecurrenceSpec(spec.scale, spec.decay, spec.delta, before=spec.before))
     out = jnp.squeeze(out, lead + 1)
     new = (jnp.swapaxes(new, -1, -2) if spec.transposed else new).astype(state.dtype)
     return to_slots(out, new, state, arrays.indices, lead)

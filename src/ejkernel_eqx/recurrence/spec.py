@@ -41,6 +41,8 @@ class RecurrenceSpec:
     """Dtype of initial and final states: float32, bfloat16 (storage only), or float64 for float64 operands."""
     transposed: bool = False
     """True if the states of a step are `[V, D]`."""
+    before: bool = False
+    """True if outputs read the state before their token and its decay, $S_{t-1}$. Not with a decay per value channel."""
 
 
 class RecurrenceArrays(NamedTuple):
@@ -67,7 +69,9 @@ class RecurrenceArrays(NamedTuple):
     """int32 `[*, N + 1]`, non-decreasing, within `0 .. T`: sequence `n` is the tokens `offsets[n] .. offsets[n + 1]`. The first may be
     greater than 0. Tokens outside all sequences need neither be read nor written, as their outputs are masked afterwards."""
     a: Array | None = None  # [*, T, Ha, D], in the dtype of q: reads the state before a token
-    b: Array | None = None  # [*, T, Hw, D], in the dtype of q: writes what `a` reads; both are there or neither
+    b: Array | None = (
+        None  # [*, T, Hw, D], in the dtype of q: writes what `a` reads; both are there or neither
+    )
 
 
 FLOATS = ("q", "k", "v", "g", "beta", "skip", "initial_state", "a", "b")

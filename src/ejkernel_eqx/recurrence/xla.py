@@ -102,7 +102,7 @@ class _Local:
 
     def __init__(self, call: "_Call", g: Array | None):
         self.kind, self.chunks, self.precision = call.spec.decay, call.chunks, call.precision
-        self.decays: Any = None
+        self.before, self.decays = call.spec.before, None
         self.head = self.head_before = self.tail = self.total = None
         if g is not None:
             self.decays = channel_decays(g) if self.kind in (KEY, VALUE) else scalar_decays(g)
@@ -144,7 +144,7 @@ class _Local:
         if self.kind == VALUE:
             (k,) = keys
             return self._seen(self._products(q, k))
-        scores = self.scores((q,), keys)
+        scores = self.scores_before(q, keys) if self.before else self.scores((q,), keys)
         return scores[0] if len(scores) == 1 else jnp.concatenate(scores, -1)
 
     def mix(self, scores: Array, v: Array) -> Array:
@@ -161,10 +161,11 @@ class _Local:
 
     def read(self, q: Array, states: Array) -> Array:
         """`[B, M, C, V]`: what queries read from the states `[B, M, D, V]` at the starts of their chunks."""
+        head = self.head_before if self.before else self.head
         if self.kind == KEY:
             # A decay of key channels scales the queries before those channels are summed.
-            return self.dot("...rd,...dv->...rv", times(q, self.head), states)
-        return times(self.dot("...rd,...dv->...rv", q, states), self.head)
+            return self.dot("...rd,...dv->...rv", times(q, head), states)
+        return times(self.dot("...rd,...dv->...rv", q, states), head)
 
     def write(self, k: Array, v: Array) -> Array:
         """`[B, M, D, V]`: what keys and values add to the states at the ends of their chunks."""
@@ -213,7 +214,7 @@ class _Call:
         zeros, keys = self._zeros(k, v), (k,)
         if self.spec.delta:
             # With one query head per state head, keys and queries share the work on their decays.
-            alone = self.heads.out == self.heads.state
+            alone = self.heads.out == self.heads.state and not self.spec.before
             reads = jax.checkpoint(self._delta_reads)(self.chunks.cut(q) if alone else None, k, g)
             xs = jax.checkpoint(self._delta_writes, policy=_INVERSES)(reads[0], k, v, g, beta)
             states, written, final = self._over_writes(xs, zeros)
@@ -383,6 +384,7 @@ def step(arrays: StepArrays, spec: RecurrenceSpec, config: XlaConfig) -> tuple[A
     spread = lambda x, axis: repeat_heads(x.astype(wide), axis, heads)
     state = state.astype(wide)
     k, v = spread(arrays.k, -2), spread(arrays.v, -2)
+    before = state
     read = None if arrays.a is None else (state * key(spread(arrays.a, -2))).sum(keys)
     if arrays.g is not None:
         g = jnp.exp(spread(arrays.g, -1 if spec.decay == SCALAR else -2))
@@ -399,7 +401,8 @@ def step(arrays: StepArrays, spec: RecurrenceSpec, config: XlaConfig) -> tuple[A
     shared = max(q.shape[-2] // heads, 1)  # query heads per state head
     q = repeat_heads(q, -2, heads * shared)
     q = q.reshape(*q.shape[:-2], heads, shared, q.shape[-1])
-    out = (state[..., None, :, :] * key(q)).sum(keys).reshape(*q.shape[:-3], heads * shared, v.shape[-1])
+    seen = before if spec.before else state
+    out = (seen[..., None, :, :] * key(q)).sum(keys).reshape(*q.shape[:-3], heads * shared, v.shape[-1])
     if arrays.skip is not None:
         out = out + jnp.expand_dims(arrays.skip.astype(wide), lead) * v
     return to_slots(out.astype(arrays.v.dtype), state.astype(pool.dtype), pool, indices, lead)
