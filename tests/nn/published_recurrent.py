@@ -186,12 +186,12 @@ def low_rank(w, name, x, activation=lambda x: x):
 def rwkv7(w, x, *, heads, eps, v_first=None):
     """RWKV-7's time mix."""
     delta = shifted(x)
-    r, wx, k, v, a, g = (x + delta * w[f"x_{name}"] for name in ("r", "w", "k", "v", "a", "g"))
-    r, k, v = (linear(w, f"{name}_proj", part) for name, part in (("r", r), ("k", k), ("v", v)))
+    r, wx, k, of_v, a, g = (x + delta * weight for weight in w["x_mix"])
+    r, k, v = (linear(w, f"{name}_proj", part) for name, part in (("r", r), ("k", k), ("v", of_v)))
     decay = np.exp(-np.exp(-0.5) * sigmoid(low_rank(w, "w_lora", wx, np.tanh)))
     eta, gate = sigmoid(low_rank(w, "a_lora", a)), low_rank(w, "g_lora", g, sigmoid)
     if v_first is not None:
-        mix = sigmoid(low_rank(w, "v_lora", x + delta * w["x_v"]))
+        mix = sigmoid(low_rank(w, "v_lora", of_v))
         v = v + (v_first - v) * mix
     split = lambda y: y.reshape(len(x), heads, -1)
     kappa = unit(split(k * w["k_k"]))

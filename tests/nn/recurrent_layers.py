@@ -70,7 +70,7 @@ LAYERS = {
         {"heads": 2, "eps": 1e-4},
         _LOW_RANK,
     ),
-    "rwkv7, channels": _case(nn.RWKV7ChannelMix, {"inner_dim": 40}, published.rwkv7_channels, {}),
+    "rwkv7 channels": _case(nn.RWKV7ChannelMix, {"inner_dim": 40}, published.rwkv7_channels, {}),
     "lfm2": _case(nn.GatedShortConvolution, {}, published.short_convolution, {}),
 }
 VARIANTS = {

@@ -197,14 +197,7 @@ class RecurrentLayer(Published):
         tokens = {"padding_mask": padding_mask, "segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
         return self._called(x, state, batch, tokens, {})
 
-    def _called(
-        self,
-        x: Any,
-        state: RecurrentState | None,
-        batch: RaggedBatch | None,
-        tokens: Any,
-        beside: dict[str, Array],
-    ) -> Any:
+    def _called(self, x: Any, state: Any, batch: Any, tokens: Any, beside: dict[str, Array]) -> Any:
         """A call. `beside`: other features of the tokens of `x`, by name."""
         with jax.named_scope(f"ejx.nn.{type(self).__name__}"):
             if batch is None:
@@ -214,7 +207,6 @@ class RecurrentLayer(Published):
             x = x.astype(compute_dtype_of(self.compute_dtype, self._projections(), x))
             beside = {name: other.astype(x.dtype) for name, other in beside.items()}
             if batch is not None:
-                assert state is not None
                 return self._mix_ragged(x, state, batch, beside)
             rows = _rows_of(x, state, tokens)
             rows.beside = {name: clear(other, rows.real) for name, other in beside.items()}
@@ -277,7 +269,8 @@ class RecurrentLayer(Published):
     ) -> tuple[Any, RecurrentState]:
         """A call with a batch: reads states from the pool and writes them back."""
         if 0 in (x.shape[0], batch.lengths.shape[0]):
-            return jnp.zeros_like(x), pool
+            like = eqx.filter_eval_shape(lambda: self._mix(x, Rows(0, beside=beside)))
+            return jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), like), pool
         assert batch.state_indices is not None
         x, slots = clear(x, batch.is_real), batch.state_indices
         beside = {name: clear(other, batch.is_real) for name, other in beside.items()}

@@ -1,6 +1,6 @@
 """`RWKV7TimeMix` and `RWKV7ChannelMix`: the two layers of a block of RWKV-7."""
 
-from typing import Any, overload, TYPE_CHECKING, Unpack
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -29,10 +29,7 @@ from .parts import Parts
 from .projection import project
 from .recurrent import RecurrentLayer, RecurrentState, Rows
 from .rwkv_parts import head_norm, LowRank, mixed, TokenShift
-from .signatures import SameOutput, TokenInputs, Tokens
 from .tokens import merge_heads, split_heads
-
-_MIXES = ("r", "w", "k", "v", "a", "g")
 
 
 class RWKV7TimeMix(RecurrentLayer):
@@ -51,12 +48,7 @@ class RWKV7TimeMix(RecurrentLayer):
     Source: Peng et al., *RWKV-7 "Goose" with Expressive Dynamic State Evolution* (2025), section 3; the published model code.
     """
 
-    x_r: Array  # [E], as all x_*
-    x_w: Array
-    x_k: Array
-    x_v: Array
-    x_a: Array
-    x_g: Array
+    x_mix: Array  # [6, E]: the weights of r, w, k, v, a, g
     k_k: Array  # [H * D]
     k_a: Array  # [H * D]
     r_k: Array  # [H, D]
@@ -130,8 +122,8 @@ class RWKV7TimeMix(RecurrentLayer):
         full = lambda value, *shape: jnp.full(shape, value, parts.dtype)
         # Of the published initial values, those of a first layer: channels forget at different rates, and mix differently.
         place = jnp.arange(embed_dim, dtype=parts.wide) / embed_dim
-        for name, power in zip(_MIXES, (0.2, 0.9, 0.7, 0.7, 0.9, 0.2), strict=True):
-            setattr(self, f"x_{name}", (1 - place**power).astype(parts.dtype))
+        powers = jnp.asarray([0.2, 0.9, 0.7, 0.7, 0.9, 0.2], parts.wide)
+        self.x_mix = (1 - place[None] ** powers[:, None]).astype(parts.dtype)
         self.k_k, self.k_a = full(0.71, key_dim), full(1.02, key_dim)
         self.r_k = full(-0.04, heads, head_dim)
         self.r_proj, self.k_proj = parts.linear(embed_dim, key_dim), parts.linear(embed_dim, key_dim)
@@ -148,28 +140,6 @@ class RWKV7TimeMix(RecurrentLayer):
         self.recurrence = parts.operation(RWKV7, state_dtype, config)
         self.embed_dim, self.num_heads, self.compute_dtype = embed_dim, heads, parts.compute_dtype
         self.head_dim, self.v_head_dim = head_dim, values
-
-    if TYPE_CHECKING:
-
-        @overload
-        def __call__(
-            self,
-            x: Tokens,
-            state: None = None,
-            *,
-            v_first: Tokens | None = None,
-            **tokens: Unpack[TokenInputs],
-        ) -> SameOutput: ...
-
-        @overload
-        def __call__(
-            self,
-            x: Tokens,
-            state: RecurrentState,
-            *,
-            v_first: Tokens | None = None,
-            **tokens: Unpack[TokenInputs],
-        ) -> tuple[SameOutput, RecurrentState]: ...
 
     @compiled_call()
     def __call__(
@@ -192,55 +162,42 @@ class RWKV7TimeMix(RecurrentLayer):
 
         **Returns:** as [`RecurrentLayer`][ejkernel_eqx.nn.RecurrentLayer].
         """
-        if (v_first is None) != (self.v_lora is None):
-            expected, received = ("None", "an array") if self.v_lora is None else ("an array", "None")
+        expected = None if self.v_lora is None else (*jnp.shape(x)[:-1], self.num_heads * self.v_head_dim)
+        received = (
+            None
+            if v_first is None
+            else jnp.shape(read_array("v_first", v_first, "floats", "[..., T, H * V]"))
+        )
+        if received != expected:
             raise ValueError(
-                f"v_first: expected {expected} for a layer with value_residual={self.v_lora is not None}, received {received}; the first layer of a "
-                "model returns it with return_values=True, the others take it."
+                f"v_first: expected {expected} for this layer and x, received {received}; the first layer of a model, with value_residual=False, "
+                "returns it with return_values=True, and the others take it."
             )
         tokens = {"padding_mask": padding_mask, "segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
-        beside = {} if v_first is None else {"v_first": self._read_values(x, v_first)}
+        beside = {} if v_first is None else {"v_first": jnp.asarray(v_first)}
         results = self._called(x, state, batch, tokens, beside)
-        y, *left = results if state is not None else (results,)
-        # Without tokens there is no more than an empty output.
-        y, values = y if isinstance(y, tuple) else (y, jnp.zeros((*y.shape[:-1], self._value_dim), y.dtype))
+        (y, values), *left = results if state is not None else (results,)
         y = (y, values) if return_values else y
         return (y, *left) if left else y
 
-    @property
-    def _value_dim(self) -> int:
-        return self.num_heads * self.v_head_dim
-
-    def _read_values(self, x: Any, v_first: Any) -> Array:
-        v_first = read_array("v_first", v_first, "floats", "[..., T, H * V]")
-        expected = (*jnp.shape(x)[:-1], self._value_dim)
-        if v_first.shape != expected:
-            raise ValueError(
-                f"v_first: expected shape {expected}, the values of the first layer for the tokens of x, received {v_first.shape}."
-            )
-        return v_first
-
     def _projections(self) -> tuple[Any, ...]:
-        low = [
-            part.parts() for part in (self.w_lora, self.a_lora, self.v_lora, self.g_lora) if part is not None
-        ]
+        low = [low.parts() for low in (self.w_lora, self.a_lora, self.v_lora, self.g_lora) if low is not None]
         return self.r_proj, self.k_proj, self.v_proj, *low, self.o_proj
 
     def _kept(self) -> tuple[tuple[Any, ...], tuple[int, ...]]:
         return (self.shift,), (self.num_heads, self.head_dim, self.v_head_dim)
 
     def _mix(self, x: Array, rows: Rows) -> tuple[Array, Array]:
-        heads, key_dim, value_dim = self.num_heads, self.embed_dim, self._value_dim
-        delta = self.shift(x, rows)
-        of = {name: mixed(x, delta, getattr(self, f"x_{name}")) for name in _MIXES}
-        r = project("r_proj", self.r_proj, of["r"], key_dim)
-        k = project("k_proj", self.k_proj, of["k"], key_dim)
-        v = own = project("v_proj", self.v_proj, of["v"], value_dim)
-        w = self.w_lora("w_lora", of["w"], jnp.tanh)
-        eta = jax.nn.sigmoid(wide(self.a_lora("a_lora", of["a"])))
-        gate = self.g_lora("g_lora", of["g"], jax.nn.sigmoid)
+        heads, delta = self.num_heads, self.shift(x, rows)
+        of_r, of_w, of_k, of_v, of_a, of_g = (mixed(x, delta, weight) for weight in self.x_mix)
+        r = project("r_proj", self.r_proj, of_r, self.embed_dim)
+        k = project("k_proj", self.k_proj, of_k, self.embed_dim)
+        v = own = project("v_proj", self.v_proj, of_v, heads * self.v_head_dim)
+        w = self.w_lora("w_lora", of_w, jnp.tanh)
+        eta = jax.nn.sigmoid(wide(self.a_lora("a_lora", of_a)))
+        gate = self.g_lora("g_lora", of_g, jax.nn.sigmoid)
         if self.v_lora is not None and "v_first" in rows.beside:
-            part = jax.nn.sigmoid(wide(self.v_lora("v_lora", of["v"])))
+            part = jax.nn.sigmoid(wide(self.v_lora("v_lora", of_v)))
             v = (wide(v) + (wide(rows.beside["v_first"]) - wide(v)) * part).astype(v.dtype)
         kappa = l2norm(split_heads(k * like(self.k_k.astype(k.dtype), k), heads))
         k = (wide(k) * (1 + (eta - 1) * like(self.k_a.astype(eta.dtype), eta))).astype(k.dtype)

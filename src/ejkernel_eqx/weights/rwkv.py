@@ -20,26 +20,24 @@ from .configs import check_type, Config, layer_type, read_model, take, taken
 from .fill import fill, fill_fields, replaced
 from .view import Weights
 
-_MIXES = ("r", "w", "k", "v", "a", "g")
 _AUTHORS = {"r_proj": "receptance", "k_proj": "key", "v_proj": "value", "o_proj": "output", "g_norm": "ln_x"}
 _LINEAR = "linear_attention"
 
 
 def low_rank(layer: Any, weights: Weights) -> Any:
-    new = {"down": fill(layer.down, weights.at("lora.0")), "up": fill(layer.up, weights.at("lora.2"))}
-    return replaced(layer, new)
+    published = weights.has("lora.0.weight")
+    return fill_fields(layer, weights, {"down": "lora.0", "up": "lora.2"} if published else {})
 
 
 def rwkv7_time_mix(layer: Any, weights: Weights) -> Any:
-    by_author, vectors = weights.has("receptance.weight"), [f"x_{name}" for name in _MIXES]
-    new: dict[str, Any] = {}
-    if weights.has("x_x"):
-        together = weights.take("x_x", (len(vectors), layer.embed_dim), layer.x_r.dtype)
-        new, vectors = dict(zip(vectors, together, strict=True)), []
-    new |= {name: _vector(getattr(layer, name), name, weights) for name in (*vectors, "k_k", "k_a")}
+    by_author, new = weights.has("receptance.weight"), {}
+    if weights.has("x_r"):
+        new["x_mix"] = jnp.stack([_vector(layer.x_mix, f"x_{name}", weights) for name in "rwkvag"])
+    new |= {name: _vector(getattr(layer, name), name, weights) for name in ("k_k", "k_a")}
     if by_author:
         new |= {f"{name}_lora": _by_author(getattr(layer, f"{name}_lora"), name, weights) for name in "wavg"}
-    return fill_fields(replaced(layer, new), weights, _AUTHORS if by_author else {}, skip=tuple(new))
+    named = (_AUTHORS if by_author else {}) | ({"x_mix": "x_x"} if weights.has("x_x") else {})
+    return fill_fields(replaced(layer, new), weights, named, skip=tuple(new))
 
 
 def rwkv7_channel_mix(layer: Any, weights: Weights) -> Any:
@@ -49,7 +47,7 @@ def rwkv7_channel_mix(layer: Any, weights: Weights) -> Any:
 
 def rwkv6_time_mix(layer: Any, weights: Weights) -> Any:
     _, ranks, width = layer.x_up.shape
-    if not weights.has("time_maa_x"):
+    if weights.has("x_proj.0.mu"):
         first, matrix = weights.at("x_proj.0"), layer.x_up
         up = weights.take("x_proj.2.weight", (width, 5 * ranks), matrix.dtype)
         new = {
@@ -60,14 +58,16 @@ def rwkv6_time_mix(layer: Any, weights: Weights) -> Any:
         }
         named = {f"{name}_proj": f"{name}_proj.linear" for name in "rkvg"}
         return fill_fields(replaced(layer, new), weights, named, skip=tuple(new))
+    if not weights.has("time_maa_x"):
+        return fill_fields(layer, weights)
     # The author's order is w, k, v, r, g.
-    order = ("w", "k", "v", "r", "g")
-    place = jnp.asarray([order.index(name) for name in ("r", "w", "k", "v", "g")])
-    biases = [_vector(layer.x_mu, f"time_maa_{name}", weights) for name in order]
+    place = jnp.asarray(["wkvrg".index(name) for name in "rwkvg"])
+    down = weights.take("time_maa_w1", (width, 5 * ranks), layer.x_down.weight.dtype)
+    down = down.T.reshape(5, ranks, width)[place].reshape(5 * ranks, width)
     new = {
         "x_mu": _vector(layer.x_mu, "time_maa_x", weights),
-        "x_bias": jnp.stack(biases)[place],
-        "x_down": _transposed(layer.x_down, "time_maa_w1", weights, (5, ranks), place),
+        "x_bias": jnp.stack([_vector(layer.x_mu, f"time_maa_{name}", weights) for name in "rwkvg"]),
+        "x_down": replaced(layer.x_down, {"weight": down}),
         "x_up": weights.take("time_maa_w2", layer.x_up.shape, layer.x_up.dtype)[place],
         "w_lora": _by_author(layer.w_lora, "w", weights, ("time_decay", "time_decay_w1", "time_decay_w2")),
         "bonus": weights.take("time_faaaa", layer.bonus.shape, layer.bonus.dtype),
@@ -76,18 +76,15 @@ def rwkv6_time_mix(layer: Any, weights: Weights) -> Any:
 
 
 def _vector(like: Array, name: str, weights: Weights) -> Array:
-    """A vector, also where it is published with axes to broadcast by."""
-    found = weights.shape(name) if weights.has(name) else like.shape
-    spread = found[-1:] == like.shape and math.prod(found) == like.size
-    return weights.take(name, found if spread else like.shape, like.dtype).reshape(like.shape)
+    """A vector with the last axis of `like`, also where it is published with axes to broadcast by."""
+    size, found = like.shape[-1], weights.shape(name) if weights.has(name) else like.shape[-1:]
+    spread = found[-1:] == (size,) and math.prod(found) == size
+    return weights.take(name, found if spread else (size,), like.dtype).reshape(size)
 
 
-def _transposed(linear: Any, name: str, weights: Weights, *permuted: Any) -> Any:
-    """An `equinox.nn.Linear` whose weight is published as `[in, out]`. `permuted`: the sizes of parts of the outputs, and their order."""
+def _transposed(linear: Any, name: str, weights: Weights) -> Any:
+    """An `equinox.nn.Linear` whose weight is published as `[in, out]`."""
     weight = weights.take(name, linear.weight.shape[::-1], linear.weight.dtype).T
-    if permuted:
-        sizes, place = permuted
-        weight = weight.reshape(*sizes, -1)[place].reshape(weight.shape)
     return replaced(linear, {"weight": weight})
 
 
