@@ -73,6 +73,8 @@ LAYERS = {
     "rwkv7 channels": _case(nn.RWKV7ChannelMix, {"inner_dim": 40}, published.rwkv7_channels, {}),
     "lfm2": _case(nn.GatedShortConvolution, {}, published.short_convolution, {}),
 }
+RESIDUAL = functools.partial(nn.RWKV7TimeMix, EMBED, head_dim=12, v_head_dim=6, norm_eps=1e-4, **_RANKS)
+"""A layer of RWKV-7 after the first, which takes its values."""
 VARIANTS = {
     "falcon-mamba, biases": _case(
         nn.Mamba1Mixer,
@@ -152,10 +154,9 @@ def build(name: str, dtype=jnp.float32, seed: int = 0, platform=None) -> nn.Recu
         wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
         return jnp.asarray(value, dtype if leaf.dtype == jnp.float16 else wide)
 
+    make = RESIDUAL if name == "rwkv7 residual" else (LAYERS | VARIANTS)[name].build
     # In float16 the parameters that stay wide can be told from those that do not.
-    like = eqx.filter_eval_shape(
-        lambda: (LAYERS | VARIANTS)[name].build(key=jax.random.key(0), dtype=jnp.float16, platform=platform)
-    )
+    like = eqx.filter_eval_shape(lambda: make(key=jax.random.key(0), dtype=jnp.float16, platform=platform))
     arrays, rest = eqx.partition(like, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     return eqx.combine(jax.tree_util.tree_map_with_path(weight, arrays), rest)
 
