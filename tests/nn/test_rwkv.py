@@ -19,7 +19,7 @@ TOKENS, WIDTH = 7, 12
 
 
 @eqx.filter_jit
-def run(layers, x, states=None, **tokens):
+def run(layers, x, states=None, **tokens) -> Any:
     """Both layers on the same tokens, and their states."""
     states = (None, None) if states is None else states
     first, second = layers
@@ -89,7 +89,8 @@ def test_a_server():
     for pool, state in zip(pools, last):
         assert_close(pool.recurrent[jnp.asarray([2, 0])], state.recurrent)
     empty = RaggedBatch.build([], [], page_table=np.zeros((0, 1), int), page_size=16, state_indices=[])
-    (y, values), _ = layers[0](x[0, :0], layers[0].init_state(3), batch=empty, return_values=True)
+    first: Any = layers[0]
+    (y, values), _ = first(x[0, :0], layers[0].init_state(3), batch=empty, return_values=True)
     assert y.shape == (0, x.shape[-1]) and values.shape == (0, WIDTH)
 
 

@@ -88,7 +88,7 @@ def build_step(frame: Frame, operands: Operands, state: Any) -> tuple[StepArrays
     """The resolved step. Without `state_indices` every row has its own state; with them, one axis of rows shares a pool."""
     # One number per head becomes one per row here.
     decay = SCALAR if operands.decay == CONSTANT else operands.decay
-    layout = {"transposed": operands.transposed, "before": operands.before}
+    layout: dict[str, Any] = {"transposed": operands.transposed, "before": operands.before}
     spec = RecurrenceSpec(operands.resolved_scale, decay, operands.delta, **layout)
     state, indices = frame.row_states(state, *operands.of_states())
     arrays = StepArrays(operands.q, operands.k, operands.v, state, operands.g, operands.beta)

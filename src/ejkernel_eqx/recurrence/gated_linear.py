@@ -143,6 +143,7 @@ class GatedLinearAttention(Recurrence):
     def _with_bonus(self, frame: Frame, operands: Operands, bonus: Any, state: Any) -> tuple[Array, Any]:
         if bonus is None:
             return self._run(frame, operands, state)
+        assert operands.g is not None
         q, k, v = (wide(x) for x in (operands.q, operands.k, operands.v))
         heads = max(x.shape[-2] for x in (q, k, v, operands.g))
         bonus = fitting("bonus", bonus, (None, q.shape[-1]), "H D").astype(q.dtype)

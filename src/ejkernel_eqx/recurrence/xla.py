@@ -102,7 +102,8 @@ class _Local:
 
     def __init__(self, call: "_Call", g: Array | None):
         self.kind, self.chunks, self.precision = call.spec.decay, call.chunks, call.precision
-        self.before, self.decays = call.spec.before, None
+        self.before = call.spec.before
+        self.decays: Any = None
         self.head = self.head_before = self.tail = self.total = None
         if g is not None:
             self.decays = channel_decays(g) if self.kind in (KEY, VALUE) else scalar_decays(g)
@@ -225,6 +226,7 @@ class _Call:
             xs = jax.checkpoint(self._rank_one_writes, policy=_INVERSES)(ab, k, v, g, beta)
             states, written, final = self._over_writes(xs, zeros)
             # Each token writes two values, its own at `k` and what `a` reads at `b`.
+            assert written is not None
             keys, values, beta = (k, ab[1]), jnp.concatenate([times(v, beta), written], 2), None
         else:
             reads = (None, None)
