@@ -94,6 +94,10 @@ def _to_next(x: Array, first: int) -> Array:
     return jnp.pad(x[:, :, :-1], ((0, 0), (0, 0), (1, 0), (0, 0)), constant_values=first)
 
 
+def _joined(scores: tuple[Array, ...]) -> Array:
+    return scores[0] if len(scores) == 1 else jnp.concatenate(scores, -1)
+
+
 class _Local:
     """Computations inside the chunks, for all chunks at once: products of keys, queries and values `[B, M, C, ...]` with their decays.
 
@@ -126,11 +130,16 @@ class _Local:
         """`[B, M, C, C]` for each of `xs` and, with it, each of `ys`: `x_i . y_j` decayed from `j` to `i`, zero where `i` does not see `j`."""
         return tuple(map(self._seen, self._decayed(xs, ys)))
 
-    def scores_before(self, x: Array, ys: tuple[Array, ...]) -> tuple[Array, ...]:
-        """`scores` for readers of the state before their token: `x_i . y_j` decayed from `j` to `i - 1`, zero for `j = i` too."""
+    def scores_before(
+        self, x: Array, ys: tuple[Array, ...], others: tuple[Array, ...] = ()
+    ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        """`scores` for readers of the state before their token: `x_i . y_j` decayed from `j` to `i - 1`, zero for `j = i` too. And, with the same
+        decays, those of `others`."""
         # A token's reader stands at the token before, so that no decay is divided out.
         early = jnp.pad(x[:, :, 1:], ((0, 0), (0, 0), (0, 1), (0, 0)))
-        return tuple(self._seen(jnp.tril(_to_next(scores, 0), -1)) for scores in self._decayed((early,), ys))
+        every = self._decayed((early, *others), ys)
+        before = [jnp.tril(_to_next(scores, 0), -1) for scores in every[: len(ys)]]
+        return tuple(map(self._seen, before)), tuple(map(self._seen, every[len(ys) :]))
 
     def _decayed(self, xs: tuple[Array, ...], ys: tuple[Array, ...]) -> tuple[Array, ...]:
         """`scores` across segments; those without a channel's decay may be anything where j > i."""
@@ -145,8 +154,7 @@ class _Local:
         if self.kind == VALUE:
             (k,) = keys
             return self._seen(self._products(q, k))
-        scores = self.scores_before(q, keys) if self.before else self.scores((q,), keys)
-        return scores[0] if len(scores) == 1 else jnp.concatenate(scores, -1)
+        return _joined(self.scores_before(q, keys)[0] if self.before else self.scores((q,), keys))
 
     def mix(self, scores: Array, v: Array) -> Array:
         """`[B, M, C, V]`: the values of visible tokens, weighted by these scores."""
@@ -213,17 +221,18 @@ class _Call:
         """All chunks at once, except for the scan over their states."""
         q, k, v, g, beta, ab = self.operands()
         zeros, keys = self._zeros(k, v), (k,)
+        # With one query head per state head, keys and queries share the work on their decays.
+        alone = self.heads.out == self.heads.state and not self.spec.before
+        shared = self.chunks.cut(q) if alone else None
         if self.spec.delta:
-            # With one query head per state head, keys and queries share the work on their decays.
-            alone = self.heads.out == self.heads.state and not self.spec.before
-            reads = jax.checkpoint(self._delta_reads)(self.chunks.cut(q) if alone else None, k, g)
+            reads = jax.checkpoint(self._delta_reads)(shared, k, g)
             xs = jax.checkpoint(self._delta_writes, policy=_INVERSES)(reads[0], k, v, g, beta)
             states, written, final = self._over_writes(xs, zeros)
             # The written values include beta already.
             values, beta = written, None
         elif ab is not None:
-            reads = (None, None)
-            xs = jax.checkpoint(self._rank_one_writes, policy=_INVERSES)(ab, k, v, g, beta)
+            reads = jax.checkpoint(self._rank_one_reads)(shared, ab, k, g)
+            xs = jax.checkpoint(self._rank_one_writes, policy=_INVERSES)(reads[0], ab, k, v, g, beta)
             states, written, final = self._over_writes(xs, zeros)
             # Each token writes two values, its own at `k` and what `a` reads at `b`.
             assert written is not None
@@ -271,14 +280,22 @@ class _Call:
         own, gained = solve(times(reads, beta), known)
         return Writes(None, own, gained, times(k, local.tail), local.total)
 
-    def _rank_one_writes(self, ab: Any, k: Array, v: Array, g: Array | None, beta: Array | None) -> Any:
+    def _rank_one_reads(
+        self, q: Array | None, ab: Any, k: Array, g: Array | None
+    ) -> tuple[Any, Array | None]:
+        """The scores of each `a` with the keys `k` and `b` before it and, with the same decays, those of the queries, if given."""
+        before, own = _Local(self, g).scores_before(ab[0], (k, ab[1]), () if q is None else (q,))
+        return before, _joined(own) if own else None
+
+    def _rank_one_writes(
+        self, reads: Any, ab: Any, k: Array, v: Array, g: Array | None, beta: Array | None
+    ) -> Any:
         """Each chunk writes the values `own - gained @ state`, which `a` reads, at the keys `b`, and adds its values at the keys `k`.
 
         With `A` and `L` the scores of each `a` with the `b` and the `k` before it, `own = (I - A)^-1 L v`, and `-gained` is the same for the
         vectors `a`, decayed from the start of the chunk to the token before.
         """
-        local, (a, b), v = _Local(self, g), ab, times(v, beta)
-        among, of_keys = local.scores_before(a, (b, k))
+        local, (a, b), (of_keys, among), v = _Local(self, g), ab, reads, times(v, beta)
         known = local.dot("...rs,...sv->...rv", of_keys, v), -times(a, local.head_before)
         own, gained = solve(-among, known)
         return Writes(local.write(k, v), own, gained, times(b, local.tail), local.total)
