@@ -10,7 +10,7 @@ import ejkernel_eqx as ejx
 from tests.attention.dense import normal
 
 T, H, D = 9, 2, 8
-_decay, _strength, _small = (lambda x: -jnp.exp(x)), jax.nn.sigmoid, (lambda x: x / 3)
+_decay, _strength = (lambda x: -jnp.exp(x)), jax.nn.sigmoid
 _QKV = ((T, H, D), (T, H, D), (T, H, D))
 
 
@@ -31,7 +31,6 @@ OPERATIONS: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "sparse": (functools.partial(ejx.NativeSparseAttention, block_size=2, num_blocks=2, sliding_window=3), [*_QKV, (T, H, 3)], []),
     "delta": (ejx.GatedDeltaRule, [*_QKV, ((T, H), _decay), ((T, H), _strength)], []),
     "delta by channel": (ejx.KernelDeltaAttention, [*_QKV, ((T, H, D), _decay), ((T, H), _strength)], []),
-    "rank one": (ejx.DPLRDeltaRule, [*_QKV, ((T, H, D), _small), ((T, H, D), _small), ((T, H, D), _decay)], []),
     "linear": (ejx.GatedLinearAttention, [*_QKV, ((T, H, D), _decay)], []),
     "normalised": (functools.partial(ejx.LinearAttention, normalize=True), [(s, jnp.abs) for s in _QKV], []),
     "state space": (_state_space, [(T, H, D), ((T, H), jnp.exp), (T, 1, D), (T, 1, D), (T, H, D)], [((H,), _decay), (H, D)]),
