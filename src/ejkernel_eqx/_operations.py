@@ -39,6 +39,7 @@ class Family(NamedTuple):
 
 
 RECURRENCE = Family("recurrence", "recurrence", _ON_TPU)
+_RANK_ONE = RECURRENCE._replace(platforms=("xla",))
 _PAGED = Family("paged", "paged", _ON_TPU)
 _ATTENTION = Family("attention", "attention", (*_ON_TPU, "cuda"))
 
@@ -58,13 +59,13 @@ OPERATIONS: dict[str, Family] = {
     "unified_attention": _PAGED,
     "paged_native_sparse_attention": Family("native_pages", "native_sparse.native_pages"),
     "delta_rule": RECURRENCE,
-    "dplr_delta_rule": RECURRENCE,
+    "dplr_delta_rule": _RANK_ONE,
     "gated_delta_rule": RECURRENCE,
     "gated_linear_attention": RECURRENCE,
     "kernel_delta_attention": RECURRENCE,
     "lightning_attention": RECURRENCE,
     "linear_attention": RECURRENCE,
-    "rwkv7": RECURRENCE,
+    "rwkv7": _RANK_ONE,
     "state_space_v2": RECURRENCE,
     "state_space_v1": Family("selective_scan", "selective_scan"),
     "causal_conv1d": Family("convolution", "convolution"),

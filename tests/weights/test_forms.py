@@ -208,7 +208,7 @@ def _by_author(named, low):
 _NAMES = {"r_proj": "receptance", "k_proj": "key", "v_proj": "value", "o_proj": "output", "g_norm": "ln_x"}
 
 
-@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("residual", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_rwkv7(residual):
     ranks = {f"{name}_low_rank_dim": n for n, name in enumerate(("decay", "a", "v", "gate"), 2)}
     layer = abstract(ejx.nn.RWKV7TimeMix, 8, head_dim=4, v_head_dim=2, value_residual=residual, **ranks)
@@ -236,6 +236,7 @@ def test_rwkv7_channels():
     same(layer, named, author=under(named | {"x_k": named["x_k"][None, None]}))
 
 
+@pytest.mark.slow
 def test_rwkv6():
     layer = abstract(ejx.nn.RWKV6TimeMix, 8, num_heads=2, proj_low_rank_dim=3, gate_low_rank_dim=5)
     named = published(layer)

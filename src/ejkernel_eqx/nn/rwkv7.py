@@ -31,6 +31,8 @@ from .recurrent import RecurrentLayer, RecurrentState, Rows
 from .rwkv_parts import head_norm, LowRank, mixed, TokenShift
 from .tokens import merge_heads, split_heads
 
+_Result = Float[Array, "*B T E"] | tuple[Float[Array, "*B T E"], Float[Array, "*B T C"]]
+
 
 class RWKV7TimeMix(RecurrentLayer):
     r"""The time mix of RWKV-7 ("Goose"). Every input is a mix of the token $x_t$ and the one before, $x^\square = x_t + (x_{t-1} - x_t) \odot
@@ -153,7 +155,7 @@ class RWKV7TimeMix(RecurrentLayer):
         segment_ids: Int[AnyArray, "*B T"] | None = None,
         cu_seqlens: Int[AnyArray, " N+1"] | None = None,
         batch: RaggedBatch | None = None,
-    ) -> Any:
+    ) -> _Result | tuple[_Result, RecurrentState]:
         """**Arguments:** those of [`RecurrentLayer`][ejkernel_eqx.nn.RecurrentLayer], and
 
         - `v_first`: the values of the first layer for the same tokens, `[..., T, H * V]`; required with `value_residual`, and only then.
