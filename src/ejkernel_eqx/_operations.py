@@ -39,6 +39,7 @@ class Family(NamedTuple):
 
 
 RECURRENCE = Family("recurrence", "recurrence", _ON_TPU)
+# Kernels that are written by hand do not have these transitions.
 _RANK_ONE = RECURRENCE._replace(platforms=("xla",))
 _PAGED = Family("paged", "paged", _ON_TPU)
 _ATTENTION = Family("attention", "attention", (*_ON_TPU, "cuda"))

@@ -33,7 +33,7 @@ class RWKV6TimeMix(RecurrentLayer):
 
     The norm is over the features of each head. The underlying operation is [`ejkernel_eqx.GatedLinearAttention`][] with a bonus.
 
-    Source: Peng et al., *Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence* (2024), section 4.2; the published model code.
+    Source: Peng et al., *Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence* (2024); the published model code.
     """
 
     x_mu: Array  # [E]

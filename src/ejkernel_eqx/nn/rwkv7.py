@@ -47,7 +47,7 @@ class RWKV7TimeMix(RecurrentLayer):
     The norm and the products with $\mathbf 1$ are over the features of each head. $v^{first}$ are the values $v'$ of the first layer of the
     model, which has no residual of values itself. The underlying operation is [`ejkernel_eqx.RWKV7`][].
 
-    Source: Peng et al., *RWKV-7 "Goose" with Expressive Dynamic State Evolution* (2025), section 3; the published model code.
+    Source: Peng et al., *RWKV-7 "Goose" with Expressive Dynamic State Evolution* (2025); the published model code.
     """
 
     x_mix: Array  # [6, E]: the weights of r, w, k, v, a, g
@@ -219,7 +219,7 @@ class RWKV7ChannelMix(RecurrentLayer):
     The state is the last token, in the `recurrent` of a [`RecurrentState`][ejkernel_eqx.nn.RecurrentState]. The underlying operation is
     [`ejkernel_eqx.CausalConv1d`][].
 
-    Source: Peng et al., *RWKV-7 "Goose" with Expressive Dynamic State Evolution* (2025), section 3; the published model code.
+    Source: Peng et al., *RWKV-7 "Goose" with Expressive Dynamic State Evolution* (2025); the published model code.
     """
 
     x_k: Array  # [E]

@@ -35,7 +35,7 @@ class DPLRDeltaRule(Recurrence):
 
     Platform: XLA (`"xla"`), on every device. Differentiable in every float argument and through both results, also in forward mode and twice.
 
-    Sources: Peng et al., *RWKV-7 "Goose" with Expressive Dynamic State Evolution* (2025), section 3; Yang et al., *Parallelizing Linear
+    Sources: Peng et al., *RWKV-7 "Goose" with Expressive Dynamic State Evolution* (2025); Yang et al., *Parallelizing Linear
     Transformers with the Delta Rule over Sequence Length* (2024), whose WY form of a chunk it generalises.
     """
 
@@ -122,7 +122,7 @@ class RWKV7(Recurrence):
     Heads, platforms and derivatives are those of that operation. States are `[D, V]`, keys first: those of BlinkDL's kernels are
     transposed.
 
-    Source: Peng et al., *RWKV-7 "Goose" with Expressive Dynamic State Evolution* (2025), equations 4 to 17.
+    Source: Peng et al., *RWKV-7 "Goose" with Expressive Dynamic State Evolution* (2025).
     """
 
     operation: ClassVar[str] = "rwkv7"
@@ -168,8 +168,7 @@ class RWKV7(Recurrence):
         """
         rest = self.reverse, state_indices, self.sequence_axis
         frame = frame_of(r, "r", "H D", cu_seqlens, segment_ids, *rest)
-        operands = self._operands(frame, {"r": r, "k": k, "v": v, "kappa": kappa}, w, eta)
-        return self._run(frame, operands, initial_state)
+        return self._run(frame, self._operands(frame, (r, k, kappa), v, w, eta), initial_state)
 
     @jax.named_scope("ejkernel_eqx.RWKV7.step")
     def step(
@@ -187,16 +186,13 @@ class RWKV7(Recurrence):
         """Processes one token per row, for decoding. Arguments are those of a call without the token axis; `state`, `state_indices` and results as in
         [`ejkernel_eqx.GatedLinearAttention.step`][]."""
         frame = step_frame_of(r, "r", "H D", state_indices)
-        return self._run(
-            frame, self._operands(frame, {"r": r, "k": k, "v": v, "kappa": kappa}, w, eta), state
-        )
+        return self._run(frame, self._operands(frame, (r, k, kappa), v, w, eta), state)
 
-    def _operands(self, frame: Frame, named: dict[str, Any], w: Any, eta: Any) -> Operands:
-        dim = named["r"].shape[-1]
-        main = lambda name, sizes: frame.main(
-            name, named[name], (None, *sizes), "H V" if name == "v" else "H D"
-        )
-        r, k, kappa, v = main("r", (dim,)), main("k", (dim,)), main("kappa", (dim,)), main("v", (None,))
+    def _operands(self, frame: Frame, keys: tuple[Any, Any, Any], v: Any, w: Any, eta: Any) -> Operands:
+        dim = keys[0].shape[-1]
+        named = zip(("r", "k", "kappa"), keys, strict=True)
+        r, k, kappa = (frame.main(name, x, (None, dim), "H D") for name, x in named)
+        v = frame.main("v", v, (None, None), "H V")
         w = wide(frame.operand("w", w, (None, dim), "H D"))
         eta = frame.operand("eta", eta, (kappa.shape[-2], dim), "H D")
         # Masked after the sigmoid, which makes the zeros of padding one half.

@@ -41,7 +41,7 @@ class GatedLinearAttention(Recurrence):
     With a bonus the platform is XLA, on every device.
 
     Sources: Yang et al., *Gated Linear Attention Transformers with Hardware-Efficient Training* (2023), section 4; with a bonus: Peng et
-    al., *Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence* (2024), section 4.2.
+    al., *Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence* (2024).
     """
 
     operation: ClassVar[str] = "gated_linear_attention"

@@ -69,9 +69,7 @@ class RecurrenceArrays(NamedTuple):
     """int32 `[*, N + 1]`, non-decreasing, within `0 .. T`: sequence `n` is the tokens `offsets[n] .. offsets[n + 1]`. The first may be
     greater than 0. Tokens outside all sequences need neither be read nor written, as their outputs are masked afterwards."""
     a: Array | None = None  # [*, T, Ha, D], in the dtype of q: reads the state before a token
-    b: Array | None = (
-        None  # [*, T, Hw, D], in the dtype of q: writes what `a` reads; both are there or neither
-    )
+    b: Array | None = None  # [*, T, Hw, D], in the dtype of q: writes what `a` reads; there if `a` is
 
 
 FLOATS = ("q", "k", "v", "g", "beta", "skip", "initial_state", "a", "b")

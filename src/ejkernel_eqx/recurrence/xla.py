@@ -112,7 +112,8 @@ class _Local:
         if g is not None:
             self.decays = channel_decays(g) if self.kind in (KEY, VALUE) else scalar_decays(g)
             self.head, self.tail = self.decays.head, self.decays.tail
-            self.head_before = _to_next(self.head, 1)
+            if self.before or call.arrays.a is not None:
+                self.head_before = _to_next(self.head, 1)
             # The factor lies along values for a decay of values, else along keys, of states `[.., D, V]`.
             self.total = jnp.expand_dims(self.decays.total, -2 if self.kind == VALUE else -1)
         if self.chunks.starts is not None:
