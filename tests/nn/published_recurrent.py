@@ -194,7 +194,8 @@ def rwkv7(w, x, *, heads, eps, v_first=None):
         mix = sigmoid(low_rank(w, "v_lora", of_v))
         v = v + (v_first - v) * mix
     split = lambda y: y.reshape(len(x), heads, -1)
-    kappa = unit(split(k * w["k_k"]))
+    kappa = split(k * w["k_k"])
+    kappa = kappa / np.linalg.norm(kappa, axis=-1, keepdims=True)
     k = k * (1 + (eta - 1) * w["k_a"])
     r, decay, k, v, eta = map(split, (r, decay, k, v, eta))
     state, rows = np.zeros((heads, k.shape[-1], v.shape[-1])), []

@@ -5,7 +5,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
@@ -14,7 +14,6 @@ from .._jitted import compiled_call
 from .._shapes import AnyArray, Bool, Float, Int
 from ..convolution import CausalConv1d
 from ..core.arguments import wide
-from ..core.l2norm import l2norm
 from ..dispatch import PlatformLike
 from ..paged import RaggedBatch
 from ..recurrence import RWKV7
@@ -201,10 +200,14 @@ class RWKV7TimeMix(RecurrentLayer):
         if self.v_lora is not None and "v_first" in rows.beside:
             part = jax.nn.sigmoid(wide(self.v_lora("v_lora", of_v)))
             v = (wide(v) + (wide(rows.beside["v_first"]) - wide(v)) * part).astype(v.dtype)
-        kappa = l2norm(split_heads(k * like(self.k_k.astype(k.dtype), k), heads))
+        kappa = wide(split_heads(k * like(self.k_k.astype(k.dtype), k), heads))
+        # The published bound of a length is 1e-12.
+        kappa = kappa * lax.rsqrt(jnp.maximum(jnp.sum(kappa**2, -1, keepdims=True), 1e-24))
         k = (wide(k) * (1 + (eta - 1) * like(self.k_a.astype(eta.dtype), eta))).astype(k.dtype)
         r, w, k, v, eta = (split_heads(each, heads) for each in (r, w, k, v, eta))
-        out = rows.run(self.recurrence, {"r": r, "w": w, "k": k, "v": v, "kappa": kappa, "eta": eta})
+        out = rows.run(
+            self.recurrence, {"r": r, "w": w, "k": k, "v": v, "kappa": kappa.astype(k.dtype), "eta": eta}
+        )
         weights = like(self.r_k.astype(eta.dtype), r)
         again = jnp.sum(wide(r) * wide(k) * weights, -1, keepdims=True) * wide(v)
         normed = head_norm(self.g_norm, merge_heads(out)) + merge_heads(again).astype(x.dtype)
