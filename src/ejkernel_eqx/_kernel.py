@@ -35,6 +35,7 @@ from .dispatch.labels import choices_in
 from .dispatch.selection import Pins
 
 K = TypeVar("K", bound="Kernel")
+O = TypeVar("O")
 _LOG = logging.getLogger("ejkernel_eqx")
 
 
@@ -289,8 +290,8 @@ def with_plan(kernel: K, plan: Plan) -> K:
     return replaced(kernel, plan=plan)
 
 
-def replaced(operation: K, **fields: Any) -> K:
-    """The operation with other values of these fields. Its `__init__`, which chooses a platform, does not run."""
+def replaced(operation: O, **fields: Any) -> O:
+    """The operation, or what is called like one, with other values of these fields. Its `__init__`, which chooses a platform, does not run."""
     new = copy.copy(operation)
     for name, value in fields.items():
         object.__setattr__(new, name, value)

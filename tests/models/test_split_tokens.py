@@ -29,7 +29,7 @@ MIXERS: dict[str, dict[str, Any]] = {
     "lightning_attention": {"num_heads": 4},
     "kimi_delta_attention": {"num_heads": 2, "head_dim": 8},
     "gated_delta_net": {"num_k_heads": 2, "num_v_heads": 4, "head_dim": 8},
-    "latent_attention": {"num_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4},
+    "latent_attention": {"num_heads": 6, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4},
     "native_sparse_attention": {"num_heads": 4, "num_kv_heads": 2, "block_size": 8, "num_blocks": 2}
     | {"sliding_window": 8, "compression_size": 8, "compression_stride": 4},
 }
@@ -66,17 +66,22 @@ def gradient_of(model: models.Decoder, cross_entropy: Any, **rows: Any) -> tuple
     return jax.jit(jax.value_and_grad(loss)), arrays
 
 
-def over(model: models.Decoder, sizes: dict[str, int], kind: str = "explicit", **rows: Any) -> Any:
-    """The loss and the gradients over a mesh, and the compiled program."""
+def over(
+    model: models.Decoder, sizes: dict[str, int], kind: str = "explicit", *, zigzag: bool = False, **rows: Any
+) -> Any:
+    """The loss and the gradients over a mesh, and the compiled program. With `zigzag`, tokens are in that order."""
+    ordered = lambda x: reorder_sequence(x, sizes["sequence"], axis=1) if zigzag else x
     mesh, explicit = mesh_of(sizes), kind.startswith("explicit")
     if not explicit:
         mesh = jax.make_mesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * 3)
-    rows = {name: jax.device_put(x, NamedSharding(mesh, P("data", "sequence"))) for name, x in rows.items()}
+    there = NamedSharding(mesh, P("data", "sequence"))
+    rows = {name: jax.device_put(ordered(x), there) for name, x in rows.items()}
     gradient, arrays = gradient_of(model, models.split_cross_entropy if explicit else plain_loss, **rows)
     # On an automatic mesh the compiler would split tokens' features as it finds the weights split.
     whole = lambda arrays: jax.device_put(arrays, NamedSharding(mesh, P()))
     arrays = models.place(arrays, model, mesh) if explicit else whole(arrays)
     tokens = models.place_tokens(batch(), mesh)
+    tokens = [jax.device_put(ordered(jax.device_get(x)), there) for x in tokens]
     with jax.set_mesh(mesh) if kind.endswith("context") else contextlib.nullcontext():
         compiled = gradient.lower(arrays, *tokens).compile()
     found = compiled(arrays, *tokens)
@@ -131,6 +136,7 @@ def test_only_weights_and_states_are_gathered():
 
 
 GLA, DELTA = "gated_linear_attention", "gated_delta_net"
+LATENT = "latent_attention"
 KDA, LIGHTNING, SPARSE = "kimi_delta_attention", "lightning_attention", "native_sparse_attention"
 XLA, OPAQUE, LOOP = {"platform": "xla"}, {"platform": "triton-interpret"}, {"scan_layers": True}
 IN_CONTEXT, AUTOMATIC = "explicit in context", "automatic in context"
@@ -139,10 +145,12 @@ NUMBERS: list[tuple[str, dict[str, int], tuple[str, ...], Any, dict[str, Any]]] 
     (IN_CONTEXT, {"sequence": 2}, ("attention", LIGHTNING), EXPERTS, OPAQUE | LOOP),
     ("explicit", {"data": 2}, ("attention", "mamba2"), None, OPAQUE | LOOP),
     ("explicit", {"tensor": 2}, (DELTA, KDA), None, OPAQUE),
-    ("explicit", {"sequence": 2, "tensor": 2}, ("latent_attention", SPARSE), None, OPAQUE),
+    ("explicit", {"sequence": 2, "tensor": 2}, (LATENT, SPARSE), None, OPAQUE),
+    ("explicit", {"data": 2, "sequence": 4}, (LATENT, SPARSE), EXPERTS, XLA),
     ("explicit", {"data": 2, "sequence": 2}, ("mamba1", GLA), None, OPAQUE | {"remat": "kernels"}),
     ("explicit", {"data": 2, "sequence": 2, "tensor": 2}, ("attention",), EXPERTS, OPAQUE),
     (AUTOMATIC, {"data": 2, "sequence": 2}, ("attention", "mamba2"), None, XLA | LOOP),
+    (AUTOMATIC, {"data": 2, "sequence": 2}, (LATENT, SPARSE), None, XLA),
 ]
 PACKED = np.sort(np.random.default_rng(1).integers(0, 3, (ROWS, TOKENS)), axis=1).astype(np.int32)
 
@@ -156,9 +164,8 @@ def test_numbers_of_one_device(kind, sizes, mixers, mlp, options):
     """Interpreted kernels are as opaque to JAX as those of a GPU. The loop over layers carries the residual, whose type names every axis."""
     if options["platform"] != "xla":
         pytest.importorskip("triton")
-    rows = {"segment_ids": PACKED} if len(sizes) == 3 else {}
-    axis = None if "latent_attention" in mixers else "sequence"  # it needs all tokens of a row
-    model = model_of(mixers, mlp, sequence_axis=axis, **options)
+    rows: dict[str, Any] = {"segment_ids": PACKED} if len(sizes) == 3 else {}
+    model = model_of(mixers, mlp, sequence_axis="sequence", **options)
     agree(over(model, sizes, kind, **rows), alone(mixers, mlp, **rows))
 
 
@@ -197,24 +204,38 @@ def test_decoding_keeps_axes_of_one_device(platform, mixers):
 
 
 @pytest.mark.slow
-def test_tokens_in_zigzag_order():
-    """Rows reordered once, where the batch is made; the layers know the positions."""
-    model = model_of(("attention",) * 2, sequence_axis="sequence", token_order="zigzag")
-    mesh = mesh_of({"data": 2, "sequence": 4, "tensor": 1})
-    ids = batch()[:, :-1]
-    placed = jax.device_put(reorder_sequence(ids, 4, axis=1), NamedSharding(mesh, P("data", "sequence")))
-    arrays, static = eqx.partition(model, eqx.is_array)
-    arrays = models.place(arrays, model, mesh)
-    logits = jax.jit(lambda arrays, x: eqx.combine(arrays, static)(x))(arrays, placed)
-    expected = eqx.filter_jit(model_of(("attention",) * 2))(jnp.asarray(ids))
-    meshes.agree(logits, reorder_sequence(expected, 4, axis=1))
+@pytest.mark.parametrize(
+    "kind, mixers, options, packed",
+    [
+        ("explicit", ("attention",) * 2, {}, False),
+        ("explicit", ("mamba2", "attention", LATENT), OPAQUE | LOOP, True),
+        (IN_CONTEXT, (DELTA, SPARSE), XLA, False),
+        (AUTOMATIC, ("mamba1", "attention", SPARSE), XLA, True),
+        (AUTOMATIC, (GLA, LATENT), XLA | LOOP, False),
+    ],
+    ids=str,
+)
+def test_tokens_in_zigzag_order(kind, mixers, options, packed):
+    """Rows reordered once, where the batch is made; the layers know the positions, and recurrent ones take tokens in temporal order."""
+    if options.get("platform") == "triton-interpret":
+        pytest.importorskip("triton")
+    rows: dict[str, Any] = {"segment_ids": PACKED} if packed else {}
+    model = model_of(mixers, sequence_axis="sequence", token_order="zigzag", **options)
+    agree(over(model, {"data": 2, "sequence": 4}, kind, zigzag=True, **rows), alone(mixers, **rows))
 
 
 # One layer by itself: orders of tokens, padding, and calls inside `shard_map`
 
 
-def layer_of(**options: Any) -> ejx.nn.MultiHeadAttention:
-    return ejx.nn.MultiHeadAttention(WIDTH, **MIXERS["attention"], **options, key=jax.random.key(1))
+LAYERS: dict[str, Any] = {
+    "attention": ejx.nn.MultiHeadAttention,
+    LATENT: ejx.nn.MultiHeadLatentAttention,
+    SPARSE: ejx.nn.NativeSparseAttention,
+}
+
+
+def layer_of(name: str = "attention", **options: Any) -> Any:
+    return LAYERS[name](WIDTH, **MIXERS[name], **options, key=jax.random.key(1))
 
 
 BY_LENGTH = ejx.nn.DynamicScaling(2.0, 16)
@@ -222,23 +243,30 @@ BY_LENGTH = ejx.nn.DynamicScaling(2.0, 16)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind, order, scaling, platform",
+    "kind, order, scaling, platform, name",
     [
-        ("explicit", "zigzag", BY_LENGTH, "triton-interpret"),
-        ("automatic in context", "contiguous", BY_LENGTH, "xla"),
-        ("automatic in context", "zigzag", None, "xla"),
-        ("manual", "zigzag", BY_LENGTH, "xla"),
-        ("manual", "contiguous", None, "triton-interpret"),
+        ("explicit", "zigzag", BY_LENGTH, "triton-interpret", "attention"),
+        ("explicit", "zigzag", None, "triton-interpret", LATENT),
+        ("automatic in context", "contiguous", BY_LENGTH, "xla", "attention"),
+        ("automatic in context", "zigzag", None, "xla", "attention"),
+        ("automatic in context", "zigzag", None, "xla", LATENT),
+        ("manual", "zigzag", BY_LENGTH, "xla", "attention"),
+        ("manual", "contiguous", None, "triton-interpret", "attention"),
+        ("manual", "zigzag", None, "xla", LATENT),
+        ("manual", "contiguous", None, "triton-interpret", SPARSE),
+        ("manual", "zigzag", None, "xla", SPARSE),
     ],
     ids=str,
 )
-def test_positions_of_tokens_that_are_split(kind, order, scaling, platform):
+def test_positions_of_tokens_that_are_split(kind, order, scaling, platform, name):
     """Rows with padding on the left and on the right, whose first real token has position 0."""
-    devices, rope = 4, ejx.nn.RotaryEmbedding(8, scaling=scaling)
+    devices, rope = 4, ejx.nn.RotaryEmbedding(4 if name == LATENT else 8, scaling=scaling)
     x = normal(2, (2, TOKENS, WIDTH))
     at = np.arange(TOKENS)
     real = np.stack([at >= 7, at < 33])
-    build = lambda **options: eqx.tree_at(lambda layer: layer.rope, layer_of(**options), rope)
+    build = lambda **options: eqx.tree_at(
+        lambda layer: layer.rope, layer_of(name, **options), rope, is_leaf=lambda x: x is None
+    )
     expected = build()(x, padding_mask=real)
     axis_type = AxisType.Explicit if kind == "explicit" else AxisType.Auto
     mesh = jax.make_mesh((devices,), ("sequence",), axis_types=(axis_type,), devices=jax.devices()[:devices])
@@ -276,13 +304,15 @@ def test_options_of_split_tokens():
     zigzag: dict[str, Any] = {"sequence_axis": "sequence", "token_order": "zigzag"}
     with pytest.raises(ValueError, match="token_order: expected 'contiguous' without sequence_axis"):
         layer_of(token_order="zigzag")
-    with pytest.raises(ValueError, match="token_order: expected 'contiguous' for a model with mamba2"):
-        model_of(("attention", "mamba2"), **zigzag)
-    with pytest.raises(ValueError, match="sequence_axis: expected None for a model with latent_attention"):
-        model_of(("latent_attention",), sequence_axis="sequence")
+    with pytest.raises(ValueError, match="mask: expected None with sequence_axis='sequence', received Mask"):
+        layer_of(LATENT, sequence_axis="sequence")(jnp.zeros((8, WIDTH)), mask=ejx.Mask.causal())
     layer, mesh = layer_of(**zigzag), jax.make_mesh((4,), ("sequence",), devices=jax.devices()[:4])
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match="cu_seqlens: expected None in a call with one"):
-        layer(jnp.zeros((8, WIDTH)), cu_seqlens=jnp.array([0, 8]))
+    for name in LAYERS:
+        with (
+            jax.set_mesh(mesh),
+            pytest.raises(ValueError, match="cu_seqlens: expected None in a call with one"),
+        ):
+            layer_of(name, **zigzag)(jnp.zeros((8, WIDTH)), cu_seqlens=jnp.array([0, 8]))
     with pytest.raises(ValueError, match="positions: expected those of tokens in zigzag order"):
         eqx.filter_jit(layer)(jnp.zeros((1, 8, WIDTH)))
 

@@ -21,6 +21,7 @@ from ..nn.arguments import check_flags
 from ..nn.initial import keys_of, normal
 from ..nn.parts import Parts
 from ..nn.projection import are_few
+from ..nn.split_attention import split_of
 from ..paged import RaggedBatch
 from ..quantised import dequantise
 from .caches import DecoderCache, ServingCache
@@ -152,10 +153,9 @@ class Decoder(Module):
         - `platform`: the platform of every kernel, as in [`ejkernel_eqx.FlashAttention`][].
         - `expert_parallel`: the axes of an automatic mesh that experts are split over. On an explicit mesh the types of the arrays determine it.
         - `sequence_axis`: a mesh axis that the tokens are split over, for the mixers of all layers, as in
-            [`ejkernel_eqx.nn.MultiHeadAttention`][] and [`RecurrentLayer`][ejkernel_eqx.nn.RecurrentLayer]. Latent and native sparse attention
-            cannot be split.
+            [`ejkernel_eqx.nn.MultiHeadAttention`][] and [`RecurrentLayer`][ejkernel_eqx.nn.RecurrentLayer].
         - `token_order`: with `sequence_axis`, the order of the tokens in a row. `"zigzag"` is that of
-            [`ejkernel_eqx.sequences.reorder_sequence`][], for models whose mixers are all attention.
+            [`ejkernel_eqx.sequences.reorder_sequence`][]. Recurrent layers send each token to the device that has it in temporal order, and back.
         - `dtype`: the dtype of the parameters; default float32. Norms and the parameters of decays in recurrent layers are at least float32.
         - `compute_dtype`: the dtype of the computation; default that of the parameters. Logits are always float32.
         - `key`: a PRNG key for the initial weights.
@@ -196,7 +196,8 @@ class Decoder(Module):
             norm: Any = norm_of("rms", features, config.norm_eps, dtype)
             self.layer_embedding = LayerEmbedding(config, table, norm, at_layers)
         options |= {"expert_parallel": expert_parallel}
-        options |= {"split": split_options(config, sequence_axis, token_order)}
+        split = split_of(sequence_axis, token_order)
+        options |= {"split": split, "split_options": split_options(config, split)}
 
         def stack(first: int, period: int, repeats: int, place: int) -> DecoderLayer:
             def make(key: Array, index: Array) -> DecoderLayer:

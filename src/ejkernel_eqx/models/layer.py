@@ -11,15 +11,17 @@ from jax import Array
 
 from .._jitted import compiled_call
 from .._signatures import Module
+from ..attention.ring.arguments import Split
 from ..dispatch import PlatformLike
 from ..matmul import Matmul
-from ..nn import ExpertParallel, MixtureOfExperts, MultiHeadAttention, RouterStatistics
+from ..nn import ExpertParallel, MixtureOfExperts, MultiHeadAttention, RecurrentLayer, RouterStatistics
 from ..nn.activations import gated, matmul_options, ungated
 from ..nn.few_rows import added, Block, check_block, laid_out_as, Norm, normed, projected, with_residual
 from ..nn.few_rows import gated as gated_rows
 from ..nn.initial import keys_of
 from ..nn.parts import Parts
 from ..nn.projection import are_few, multiplied_by, project
+from ..nn.token_order import in_temporal_order, is_zigzag
 from ..normalization import ResidualRMSNorm
 from .config import BranchConfig, LayerConfig, MLPConfig, NormType
 from .cross_layer_attention import CrossLayerAttention
@@ -153,6 +155,7 @@ class DecoderLayer(Module):
     residual_norm: ResidualRMSNorm
     matmul: Matmul  # of few tokens
     config: LayerConfig = eqx.field(static=True)
+    split: Split | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -164,7 +167,8 @@ class DecoderLayer(Module):
         norm_eps: float,
         norm_type: NormType = "rms",
         expert_parallel: ExpertParallel | None = None,
-        split: Mapping[str, Mapping[str, Any]] | None = None,
+        split: Split | None = None,
+        split_options: Mapping[str, Mapping[str, Any]] | None = None,
         layer_embedding: int | None = None,
         dtype: Any = None,
         key: Array,
@@ -176,7 +180,7 @@ class DecoderLayer(Module):
         place = {"layer_index": layer_index, "num_layers": num_layers}
 
         def mixer(config: LayerConfig | BranchConfig, key: Array) -> Any:
-            own = dict(config.options) | dict((split or {}).get(config.mixer, {}))
+            own = dict(config.options) | dict((split_options or {}).get(config.mixer, {}))
             return MIXERS[config.mixer](embed_dim, **place, **own, **options, dtype=dtype, key=key)
 
         self.mixer = mixer(config, mixer_key)
@@ -209,7 +213,7 @@ class DecoderLayer(Module):
         platform = None if options.get("platform") == "cuda" else options.get("platform")
         self.residual_norm = ResidualRMSNorm(norm_eps, platform=platform)
         self.matmul = Matmul(platform=platform)
-        self.config = config
+        self.config, self.split = config, split
 
     @property
     def mixers(self) -> tuple[Any, ...]:
@@ -297,6 +301,8 @@ class DecoderLayer(Module):
         """The output of the mixer or of both, and the new cache."""
 
         def run(mixer: Any, cache: Any) -> tuple[Array, Any]:
+            if cache is None and is_zigzag(self.split) and isinstance(mixer, RecurrentLayer):
+                return in_temporal_order(self.split, mixer, h, rows), None
             return (mixer(h, **rows), None) if cache is None else mixer(h, cache, **rows)
 
         if self.config.beside is None:

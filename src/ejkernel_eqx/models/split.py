@@ -2,34 +2,26 @@
 
 from typing import Any
 
+from ..attention.ring.arguments import Split
 from .config import DecoderConfig
 
-_WHOLE = ("latent_attention", "native_sparse_attention", "cross_layer_attention")
+_WHOLE = ("cross_layer_attention",)
 """Mixers that need all tokens of a row."""
+_ATTENTION = ("attention", "latent_attention", "native_sparse_attention")
+"""Mixers that take tokens in either order."""
 
 
-def split_options(config: DecoderConfig, axis: str | None, order: str) -> dict[str, dict[str, Any]]:
-    """The options of each mixer of a model whose tokens are split over a mesh axis, by the name of the mixer."""
+def split_options(config: DecoderConfig, split: Split | None) -> dict[str, dict[str, Any]]:
+    """The options of each mixer of a model whose tokens are split over a mesh axis, by the name of the mixer. Other mixers than attention take tokens
+    in temporal order, into which their layer brings them."""
+    if split is None:
+        return {}
     branches = [branch for layer in config.layers for branch in (layer, layer.beside) if branch is not None]
     names = dict.fromkeys(branch.mixer for branch in branches)
-    if axis is None:
-        if order != "contiguous":
-            raise ValueError(
-                f"token_order: expected 'contiguous' without sequence_axis, received {order!r}; name the mesh axis that splits the tokens."
-            )
-        return {}
     if whole := [name for name in names if name in _WHOLE]:
         raise ValueError(
-            f"sequence_axis: expected None for a model with {whole[0]}, which needs all tokens of a row, received {axis!r}; without it, they are "
-            "gathered."
+            f"sequence_axis: expected None for a model with {whole[0]}, which needs all tokens of a row, received {split.axis!r}; without it, they "
+            "are gathered."
         )
-    others = [name for name in names if name != "attention"]
-    if order != "contiguous" and others:
-        raise ValueError(
-            f"token_order: expected 'contiguous' for a model with {others[0]}, which takes tokens in temporal order, received {order!r}; "
-            "'zigzag' is for models of attention alone."
-        )
-    options: dict[str, dict[str, Any]] = {name: {"sequence_axis": axis} for name in others}
-    if "attention" in names:
-        options["attention"] = {"sequence_axis": axis, "token_order": order}
-    return options
+    order_of = lambda name: {"token_order": split.order} if name in _ATTENTION else {}
+    return {name: {"sequence_axis": split.axis} | order_of(name) for name in names}

@@ -473,7 +473,8 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         """The results of a call, from the inputs of queries, keys and values."""
         x, source, values = inputs
         attention = self.attention if cache is None else on_whole_rows(self.attention)
-        places = places_over(attention, self.rope, given.positions, rows, x)
+        split = attention.split if isinstance(attention, RingAttention) else None
+        places = places_over(split, self.rope, given.positions, rows, x)
         q, k, v, gate = self._heads(x, source, values, places)
         size, mask = self.chunk_size, with_window(self.sliding_window, given.mask)
         if size is not None and (cache is not None or rows.cu_seqlens is not None):

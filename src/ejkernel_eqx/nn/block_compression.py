@@ -89,12 +89,13 @@ class BlockCompression(Module):
         1. Blocks that are not complete are undefined. Raises `ValueError` for another shape of `x`.
         """
         x = read_array("x", x, "floats", "[..., T, K, D]")
-        if x.ndim < 3 or x.shape[-2:] != (self.num_heads, self.head_dim):
+        num_heads = self.weight.shape[0]  # of one device, where devices have some each
+        if x.ndim < 3 or x.shape[-2:] != (num_heads, self.head_dim):
             raise ValueError(
-                f"x: expected [..., T, K, D] with K = {self.num_heads} and D = {self.head_dim}, received shape {x.shape}; split the features "
+                f"x: expected [..., T, K, D] with K = {num_heads} and D = {self.head_dim}, received shape {x.shape}; split the features "
                 "into heads first."
             )
-        heads, names = f"H{self.num_heads}", ("positions", "weight", "bias", "out_weight", "out_bias")
+        heads, names = f"H{num_heads}", ("positions", "weight", "bias", "out_weight", "out_bias")
         weights = {name: a for name in names if (a := getattr(self, name)) is not None}
         axes = {"x": ("T", heads, "D"), "begin": ("C",), "positions": (heads, "L", "D")}
         axes |= {"weight": (heads, "I", "F"), "bias": (heads, "F")}

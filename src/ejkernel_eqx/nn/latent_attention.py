@@ -13,6 +13,7 @@ from jaxtyping import PRNGKeyArray
 from .._jitted import compiled_call
 from .._shapes import AnyArray, Bool, Float, Int
 from ..attention import Mask, merge_attention
+from ..attention.ring.arguments import Split
 from ..dispatch import PlatformLike
 from ..latent import AbsorbedLatentAttention
 from ..latent import MultiHeadLatentAttention as ExpandedAttention
@@ -24,7 +25,8 @@ from ..rotary import RotaryEmbedding, YarnScaling
 from ..weights.latent_configs import latent_attention_options
 from .arguments import check_eps, check_flags, check_numbers, read_sizes
 from .attention_inputs import CallInputs, check_rows
-from .attention_places import locate, Places, places_of, places_over_pages, Rows
+from .attention_places import locate, Places, places_over_pages, Rows
+from .heads_for_tokens import LatentOverTokens, over_tokens
 from .kv_cache import marked
 from .latent_cache import LatentCache
 from .paged_layer import check_pool, over_pages, PagedLayer
@@ -32,6 +34,7 @@ from .parts import Parts
 from .projection import compute_dtype_of, product, project, stored_dtype_of
 from .published import Published
 from .signatures import LatentInputs, SameOutput, Tokens
+from .split_attention import places_over, split_of
 from .tokens import check_ragged, clear, merge_heads, split_heads
 
 
@@ -70,6 +73,7 @@ class MultiHeadLatentAttention(PagedLayer[PagedLatentCache], Published):
     qk_nope_head_dim: int = eqx.field(static=True)
     qk_rope_head_dim: int = eqx.field(static=True)
     v_head_dim: int = eqx.field(static=True)
+    split: Split | None = eqx.field(static=True)
     compute_dtype: str | None = eqx.field(static=True)
 
     def __init__(
@@ -87,6 +91,8 @@ class MultiHeadLatentAttention(PagedLayer[PagedLatentCache], Published):
         use_bias: bool = False,
         logits_soft_cap: float | None = None,
         softmax_scale: float | None = None,
+        sequence_axis: str | None = None,
+        token_order: Literal["contiguous", "zigzag"] = "contiguous",
         platform: PlatformLike | None = None,
         config: Any = None,
         dtype: DTypeLike | None = None,
@@ -108,6 +114,9 @@ class MultiHeadLatentAttention(PagedLayer[PagedLatentCache], Published):
             over latents.
         - `softmax_scale`: default `(Dn + Dr) ** -0.5`, and if `rope` has a `YarnScaling` with `mscale_all_dim` $= m$, that times
             $(0.1\, m \ln(\text{factor}) + 1)^2$.
+        - `sequence_axis`, `token_order`: a mesh axis that the tokens are split over, and their order, as in [`ejkernel_eqx.nn.MultiHeadAttention`][].
+            Devices gather latents, exchange heads for tokens, and each expands the keys and values of its heads. If they do not divide the heads,
+            some have fewer.
         - `dtype`, `compute_dtype`: as in [`ejkernel_eqx.nn.MultiHeadAttention`][].
         - `key`: PRNG key for the initial weights.
         """
@@ -124,6 +133,7 @@ class MultiHeadLatentAttention(PagedLayer[PagedLatentCache], Published):
         check_numbers(logits_soft_cap=logits_soft_cap, softmax_scale=softmax_scale)
         check_eps(norm_eps=norm_eps)
         self.rope = _read_rope(rope, qk_rope_head_dim)
+        self.split = split_of(sequence_axis, token_order)
         parts, dim = Parts(key, 5, dtype, compute_dtype), qk_nope_head_dim + qk_rope_head_dim
         norm = lambda features: eqx.nn.RMSNorm(features, norm_eps, use_bias=False, dtype=parts.dtype)
         self.q_proj = self.q_a_proj = self.q_a_layernorm = self.q_b_proj = None
@@ -222,7 +232,7 @@ class MultiHeadLatentAttention(PagedLayer[PagedLatentCache], Published):
             token, with rows at different positions, returns the same as processing whole sequences at once. For inference: calls with a cache have
             no gradient.
         - `positions`, `padding_mask`, `segment_ids`, `cu_seqlens`: as in [`ejkernel_eqx.nn.MultiHeadAttention`][].
-        - `mask`: as in [`ejkernel_eqx.MultiHeadLatentAttention`][], `[..., H, T, S]`. Not with a cache.
+        - `mask`: as in [`ejkernel_eqx.MultiHeadLatentAttention`][], `[..., H, T, S]`. Not with a cache, nor with `sequence_axis`.
         - `batch`: an `ejkernel_eqx.RaggedBatch`, for serving. `x [T, E]` holds the new tokens of its sequences and `cache` is a
             `PagedLatentCache`, into whose pages they are written. It may be bound to the tables of the batch or not, and is returned in the same
             state. Padding may hold NaN; outputs at padding positions are undefined. Donate the cache for writing in place.
@@ -242,10 +252,15 @@ class MultiHeadLatentAttention(PagedLayer[PagedLatentCache], Published):
         assert not isinstance(cache, PagedLatentCache)
         rows = locate(x, cache, given)
         x = clear(x.astype(compute_dtype_of(self.compute_dtype, self, x)), rows.real)
-        q, latent, k_rope = self._parts(x, places_of(self.rope, positions, rows))
+        split = self.split if cache is None else None
+        q, latent, k_rope = self._parts(x, places_over(split, self.rope, positions, rows, x))
         # With a cache, latents are not expanded before it is known which form takes less work.
         if cache is not None:
             return self._after(q, latent, k_rope, cache, rows)
+        if over_tokens(split, x, rows.cu_seqlens, mask):
+            over = LatentOverTokens.of(self, split, q)
+            ids = {} if rows.segment_ids is None else {"segment_ids": jnp.asarray(rows.segment_ids)}
+            return self._finish(over(q, latent, k_rope, *self._weights(q.dtype), **ids))
         k, v = self._expanded(latent)
         ids: Any = {"segment_ids": rows.segment_ids, "kv_segment_ids": rows.kv_segment_ids}
         return self._finish(self.attention(q, k, k_rope, v, mask=mask, cu_seqlens=rows.cu_seqlens, **ids))

@@ -1,7 +1,8 @@
 """`NativeSparseAttention`: the attention layer of NSA."""
 
+import dataclasses
 import functools
-from typing import Any, NamedTuple, overload, TYPE_CHECKING, Unpack
+from typing import Any, Literal, NamedTuple, overload, TYPE_CHECKING, Unpack
 
 import equinox as eqx
 import jax
@@ -13,7 +14,9 @@ from jaxtyping import PRNGKeyArray
 from .._jitted import compiled_call
 from .._shapes import AnyArray, Bool, Float, Int
 from .._values import stops_programs
+from ..attention.ring.arguments import Split
 from ..core.arguments import accumulator
+from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
 from ..native_sparse import blocks, PagedNativeSparseAttention
 from ..native_sparse import NativeSparseAttention as SparseAttention
@@ -25,12 +28,14 @@ from .arguments import check_flags, check_numbers, check_sizes, read_dtype
 from .attention_inputs import CallInputs, check_heads, check_rows, head_dim_of
 from .attention_places import locate, Places, places_of, places_over_pages
 from .block_compression import BlockCompression, Compression
+from .heads_for_tokens import over_tokens, OverTokens
 from .kv_cache import check_room, marked
 from .paged_layer import check_pool, over_pages, PagedLayer
 from .parts import Parts
 from .projection import compute_dtype_of, project, stored_dtype_of
 from .signatures import SameOutput, TokenInputs, Tokens
 from .sparse_cache import PagedSparseCache, SparseKVCache
+from .split_attention import split_of
 from .tokens import check_ragged, clear, ids_of, merge_heads, split_heads
 
 
@@ -41,6 +46,55 @@ class Heads(NamedTuple):
     k: Array  # [..., T, K, D]
     v: Array  # [..., T, K, D]
     gates: Array  # [..., T, H, 3]
+
+
+def _arrays_of(compression: Any) -> list[Array]:
+    return jax.tree.leaves(eqx.filter(compression, eqx.is_array))
+
+
+CompressionWeights = (
+    tuple[Float[Array, "K l D"], Float[Array, "K m D"]]
+    | tuple[
+        Float[Array, "K l D"],
+        Float[Array, "K m F"],
+        Float[Array, "K F"],
+        Float[Array, "K F D"],
+        Float[Array, "K D"],
+    ]
+)
+"""The arrays of a `BlockCompression`, in its order."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SparseOverTokens(OverTokens):
+    """The attention of the layer over devices that share the tokens: each has all tokens of some key heads, and the queries of these."""
+
+    max_segments: int | None = None
+
+    @over_sequence_axis(mixes_heads=lambda operation: True)
+    def __call__(
+        self,
+        q: Float[Array, "*B T H D"],
+        k: Float[Array, "*B T K D"],
+        v: Float[Array, "*B T K D"],
+        gates: Float[Array, "*B T H n"],
+        k_weights: CompressionWeights | None = None,
+        v_weights: CompressionWeights | None = None,
+        segment_ids: Int[Array, "*B T"] | None = None,
+    ) -> Float[Array, "*B T H D"]:
+        exchange, layer = self.exchange(k.shape[-2]), self.layer
+        if k_weights is not None and v_weights is not None:
+            own = iter([exchange.own(x) for x in (*k_weights, *v_weights)])
+            pair = layer.k_compression, layer.v_compression
+            mine = jax.tree.map(lambda x: next(own) if eqx.is_array(x) else x, pair)
+            layer = eqx.tree_at(lambda layer: (layer.k_compression, layer.v_compression), layer, mine)
+        heads = Heads(*(exchange.to_heads(x) for x in (q, k, v, gates)))
+        if segment_ids is None:
+            out = layer.over_rows(heads)
+        else:
+            ids = exchange.whole(segment_ids, segment_ids.ndim - 1)
+            out = layer.over_segments(heads, ids, self.max_segments)
+        return exchange.to_tokens(out, q.shape[-2])
 
 
 class NativeSparseAttention(PagedLayer[PagedSparseCache]):
@@ -76,6 +130,7 @@ class NativeSparseAttention(PagedLayer[PagedSparseCache]):
     num_kv_heads: int = eqx.field(static=True)
     head_dim: int = eqx.field(static=True)
     max_segments: int | None = eqx.field(static=True)
+    split: Split | None = eqx.field(static=True)
     compute_dtype: str | None = eqx.field(static=True)
 
     def __init__(
@@ -96,6 +151,8 @@ class NativeSparseAttention(PagedLayer[PagedSparseCache]):
         use_qkv_bias: bool = False,
         softmax_scale: float | None = None,
         max_segments: int | None = None,
+        sequence_axis: str | None = None,
+        token_order: Literal["contiguous", "zigzag"] = "contiguous",
         platform: PlatformLike | None = None,
         config: Any = None,
         dtype: DTypeLike | None = None,
@@ -122,6 +179,9 @@ class NativeSparseAttention(PagedLayer[PagedSparseCache]):
         - `max_segments`: the largest number of segments in a row of `segment_ids`; later ones are padding. Default: as many as tokens; the memory
             of a gradient grows by a block of keys and values for each.
         - `softmax_scale`, `platform`, `config`: as in [`ejkernel_eqx.NativeSparseAttention`][].
+        - `sequence_axis`, `token_order`: a mesh axis that the tokens are split over, and their order, as in [`ejkernel_eqx.nn.MultiHeadAttention`][].
+            Devices exchange heads for tokens: each has all tokens of some key heads, with their queries. Devices beyond the number of key heads have
+            none.
         - `dtype`, `compute_dtype`: as in [`ejkernel_eqx.nn.MultiHeadAttention`][].
         - `key`: PRNG key for the initial weights.
         """
@@ -153,7 +213,7 @@ class NativeSparseAttention(PagedLayer[PagedSparseCache]):
             make = functools.partial(BlockCompression, num_kv_heads, head_dim, **sizes, dtype=parts.dtype)
             keys = (jax.random.fold_in(key, n) for n in range(2))
             self.k_compression, self.v_compression = (make(key=key) for key in keys)
-        self.rope = rope
+        self.rope, self.split = rope, split_of(sequence_axis, token_order)
         self.embed_dim, self.head_dim = embed_dim, head_dim
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.max_segments, self.compute_dtype = max_segments, parts.compute_dtype
@@ -266,10 +326,15 @@ class NativeSparseAttention(PagedLayer[PagedSparseCache]):
             return x if cache is None else (x, cache)
         if cache is not None:
             return self._after(x, cache, padding_mask)
+        if over_tokens(self.split, x, cu_seqlens):
+            return self._split(self.split, x, ids_of(segment_ids, padding_mask), segment_ids is None)
         if cu_seqlens is not None:
             return self._packed(x, given)
         if segment_ids is not None:
-            return self._segmented(x, ids_of(segment_ids, padding_mask))
+            ids = ids_of(segment_ids, padding_mask)
+            assert ids is not None
+            heads = self._heads(clear(x, ids >= 0))
+            return self._finish(self.over_segments(heads, ids, self.max_segments))
         if padding_mask is None:
             return self._whole(x)
         # Rows that begin with their first real token: what follows the last one is seen by none.
@@ -278,13 +343,23 @@ class NativeSparseAttention(PagedLayer[PagedSparseCache]):
         return rolled(self._whole(rolled(clear(x, real), first)), -first)
 
     def _whole(self, x: Array) -> Array:
+        return self._finish(self.over_rows(self._heads(x)))
+
+    def over_rows(self, heads: Heads) -> Array:
         """Rows of which each token is real, or follows those that are."""
-        heads = self._heads(x)
-        places = Places()
-        starts = (
-            jnp.arange(blocks.num_compressed(x.shape[-2], self._size, self._stride, False)) * self._stride
-        )
-        return self._attend(heads, places, Places(starts))
+        count = blocks.num_compressed(heads.q.shape[-3], self._size, self._stride, False)
+        return self._attend(heads, Places(), Places(jnp.arange(count) * self._stride))
+
+    def _split(self, split: Split, x: Array, ids: Array | None, is_one: bool) -> Array:
+        """Rows over devices that share their tokens; `is_one`: those that are not padding are one sequence."""
+        heads = self._heads(x if ids is None else clear(x, ids >= 0))
+        others: dict[str, Any] = {} if ids is None else {"segment_ids": ids}
+        if self.k_compression is not None:
+            weights = [tuple(_arrays_of(x)) for x in (self.k_compression, self.v_compression)]
+            others |= {"k_weights": weights[0], "v_weights": weights[1]}
+        most = 1 if is_one else self.max_segments
+        over = SparseOverTokens.of(self, split, heads.q, max_segments=most)
+        return self._finish(over(*heads, **others))
 
     def _packed(self, x: Array, given: CallInputs) -> Array:
         rows = locate(x, None, given)
@@ -296,14 +371,13 @@ class NativeSparseAttention(PagedLayer[PagedSparseCache]):
         begin = blocks.of_offsets(offsets, length, *sizes).compressed_begin
         # A compressed key that does not exist begins past the end, and any position serves it.
         starts = jnp.asarray(places.positions)[jnp.minimum(begin, length - 1)]
-        return self._attend(heads, places, Places(starts), begin=begin, cu_seqlens=offsets)
+        return self._finish(self._attend(heads, places, Places(starts), begin=begin, cu_seqlens=offsets))
 
-    def _segmented(self, x: Array, ids: Array | None) -> Array:
-        assert ids is not None
-        length, options = x.shape[-2], self.attention.options
+    def over_segments(self, heads: Heads, ids: Array, most: int | None) -> Array:
+        """Rows of segments, at most so many; `None` for as many as tokens."""
+        length, options = heads.q.shape[-3], self.attention.options
         # A row has no more sequences than tokens.
-        most = min(self.max_segments or length, length)
-        heads = self._heads(clear(x, ids >= 0))
+        most = min(most or length, length)
         begin = blocks.of_ids(ids, most, options.block_size, self._size, self._stride).compressed_begin
         starts = Places(jnp.minimum(begin, length - 1))
         return self._attend(heads, Places(), starts, begin=begin, segment_ids=ids, max_segments=most)
@@ -316,7 +390,7 @@ class NativeSparseAttention(PagedLayer[PagedSparseCache]):
         if self.k_compression is not None and self.v_compression is not None:
             compressed_k = starts.turn(self.rope, self.k_compression(heads.k, begin))
             how |= {"compressed_k": compressed_k, "compressed_v": self.v_compression(heads.v, begin)}
-        return self._finish(self.attention(q, k, heads.v, heads.gates, **how))
+        return self.attention(q, k, heads.v, heads.gates, **how)
 
     def _after(
         self, x: Array, cache: SparseKVCache, padding_mask: AnyArray | None

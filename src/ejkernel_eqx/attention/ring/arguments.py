@@ -61,19 +61,7 @@ class Split:
     def times(self, x: Array, tokens: int) -> Array | None:
         """The places in the whole sequence of the tokens of an array with so many, int32 `[T]`, as far as the mesh is known; `None` if they are in
         temporal order."""
-        devices = 1
-        if not self.axis:
-            return None
-        if inside_manual_mesh():
-            devices = dict(jax.sharding.get_abstract_mesh().shape).get(self.axis, 1)
-        elif self.order == "zigzag":
-            mesh = _any_mesh({"x": x})
-            if mesh is None and jax.device_count() > 1:
-                raise ValueError(
-                    "positions: expected those of tokens in zigzag order, since the mesh is unknown here, received None; pass them, or make the call "
-                    "within jax.set_mesh(mesh)."
-                )
-            devices = 1 if mesh is None else dict(mesh.shape).get(self.axis, 1)
+        devices = self.devices(x) if inside_manual_mesh() or self.order == "zigzag" else 1
         if devices == 1:
             return None
         own = tokens if inside_manual_mesh() else tokens // devices
@@ -81,6 +69,23 @@ class Split:
         every = starts[:, :, None] + np.arange(own // CHUNKS[self.order])
         places = jnp.asarray(every.reshape(devices, -1), jnp.int32)
         return places[lax.axis_index(self.axis)] if inside_manual_mesh() else places.reshape(-1)
+
+    def devices(self, x: Array) -> int:
+        """The number of devices that share the tokens of an array, as far as the mesh is known; one without an axis. Raises `ValueError` where
+        several may, and only the mesh would tell in which order."""
+        if not self.axis:
+            return 1
+        mesh = self.mesh(x)
+        if mesh is None and jax.device_count() > 1 and self.order == "zigzag":
+            raise ValueError(
+                "positions: expected those of tokens in zigzag order, since the mesh is unknown here, received None; pass them, or make the call "
+                "within jax.set_mesh(mesh)."
+            )
+        return 1 if mesh is None else dict(mesh.shape).get(self.axis, 1)
+
+    def mesh(self, x: Array) -> Any:
+        """The mesh that an array is on, as far as it is known; else `None`."""
+        return jax.sharding.get_abstract_mesh() if inside_manual_mesh() else _any_mesh({"x": x})
 
     def _check_types(self, arrays: dict[str, Array]) -> None:
         for name, x in arrays.items():
