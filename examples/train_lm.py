@@ -14,8 +14,9 @@
 
 The model is an `ejx.models.Decoder`, a pre-norm decoder: RMSNorm, a sequence mixer (attention with RoPE and grouped heads, one of the
 recurrent layers, or several in turn), RMSNorm, a SwiGLU or a mixture of them. Its layers are stacked, traced once, and unrolled in the
-program, which is faster than a loop over them (`--scan-layers`). All output goes to `--out-dir`: `checkpoint.ejx`, `metrics.csv`,
-`loss.png`, `sample.txt` and, with `--model`, the folder `tuned`: the model in its published form, which `ejkernel-eqx serve` reads.
+program, which is faster than a loop over them (`--scan-layers`). All output goes to `--out-dir`: `checkpoint.ejx` (from several devices
+`checkpoint.parts`), `metrics.csv`, `loss.png`, `sample.txt` and, with `--model`, the folder `tuned`: the model in its published form, which
+`ejkernel-eqx serve` reads.
 """
 
 import argparse
@@ -177,12 +178,21 @@ def tune(args: argparse.Namespace, state: TrainState) -> TrainState:
     return TrainState(model, optimiser_state, state.step)
 
 
+CHECKPOINTS = ("checkpoint.ejx", "checkpoint.parts")  # of one device: a file; of several: a folder
+
+
+def newest_checkpoint(folder: pathlib.Path) -> pathlib.Path:
+    paths = [folder / name for name in CHECKPOINTS]
+    written = lambda path: (path / "index.ejx" if path.is_dir() else path).stat().st_mtime_ns
+    return max((path for path in paths if path.exists()), key=written, default=paths[0])
+
+
 def save_checkpoint(path: pathlib.Path, state: TrainState, args: argparse.Namespace) -> None:
-    ejx.save(path, state, {"architecture": architecture_of(args)})
+    ejx.save(path, state, {"architecture": architecture_of(args)}, sharded=path.suffix == ".parts")
 
 
 def load_checkpoint(path: pathlib.Path, args: argparse.Namespace) -> TrainState:
-    """The state in a checkpoint, if its architecture is the requested one."""
+    """The state in a checkpoint, if its architecture is the requested one; placed on the mesh, whatever devices wrote it."""
     if not path.exists():
         raise UsageError(f"--resume: there is no checkpoint {str(path)!r}; run once without --resume.")
 
@@ -199,7 +209,10 @@ def load_checkpoint(path: pathlib.Path, args: argparse.Namespace) -> TrainState:
             )
         return make_state(args, architecture)
 
-    return ejx.load(path, like)
+    if args.mesh is None:
+        return ejx.load(path, like)
+    state = eqx.filter_eval_shape(lambda: like(**ejx.serialisation.info(path)["hyperparameters"]))
+    return ejx.load(path, ejx.models.place(state, state.model, args.mesh))
 
 
 def train(args: argparse.Namespace, state: TrainState, data: np.ndarray, held_out: np.ndarray) -> bool:
@@ -207,6 +220,7 @@ def train(args: argparse.Namespace, state: TrainState, data: np.ndarray, held_ou
     train_step, validation_loss = make_steps(args)
     batches: Any = np.stack([batch_at(held_out, i, args) for i in range(VALIDATION_BATCHES)])
     model, optimiser_state, step = state
+    checkpoint = args.out_dir / CHECKPOINTS[args.mesh is not None and args.mesh.size > 1]
     on_devices = lambda batch: batch
     if args.mesh is not None:
         on_devices = lambda batch: ejx.models.place_tokens(batch, args.mesh)
@@ -236,7 +250,7 @@ def train(args: argparse.Namespace, state: TrainState, data: np.ndarray, held_ou
             if is_last or step % args.checkpoint_every == 0:
                 log.write()  # before the checkpoint: a resumed run leaves out rows after its first step
                 state = TrainState(model, optimiser_state, step)
-                save_checkpoint(args.out_dir / "checkpoint.ejx", state, args)
+                save_checkpoint(checkpoint, state, args)
                 log.resume_clock()
     log.plot()
     return step == args.steps
@@ -244,7 +258,7 @@ def train(args: argparse.Namespace, state: TrainState, data: np.ndarray, held_ou
 
 def write_sample(args: argparse.Namespace) -> None:
     """Generates text from the checkpoint on disk."""
-    state = load_checkpoint(args.out_dir / "checkpoint.ejx", args)
+    state = load_checkpoint(newest_checkpoint(args.out_dir), args)
     model, tokenizer = cast(merge_lora(state.model), args.dtype), tokenizer_of(args.out_dir)
     prompt = tokenizer.encode(args.prompt or "\n")
     sampling = ejx.models.Sampling(args.temperature, min(args.top_k, model.config.vocab_size), seed=args.seed)
@@ -259,7 +273,7 @@ def write_sample(args: argparse.Namespace) -> None:
 
 def write_tuned(args: argparse.Namespace) -> None:
     """Writes a tuned model in its published form, with the tokenizer of the folder that it comes from."""
-    model = load_checkpoint(args.out_dir / "checkpoint.ejx", args).model
+    model = load_checkpoint(newest_checkpoint(args.out_dir), args).model
     folder = args.out_dir / "tuned"
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
     ejx.models.save_pretrained(ejx.dequantise(merge_lora(model)), folder, like=args.model)
@@ -267,10 +281,9 @@ def write_tuned(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    checkpoint = args.out_dir / "checkpoint.ejx"
     try:
         if args.resume:
-            state = load_checkpoint(checkpoint, args)
+            state = load_checkpoint(newest_checkpoint(args.out_dir), args)
         else:
             state = make_state(args, architecture_of(args), args.model)
     except ValueError as error:  # from our checks of heads, sizes and the file
@@ -286,7 +299,9 @@ def run(args: argparse.Namespace) -> int:
     if args.tune:
         state = tune(args, state)
     if state.step < args.steps and not train(args, state, data, held_out):
-        print(f"Interrupted; {checkpoint} is saved. Run the same command with --resume to continue.")
+        print(
+            f"Interrupted; {newest_checkpoint(args.out_dir)} is saved. Run the same command with --resume to continue."
+        )
         return 130
     args = argparse.Namespace(**{**vars(args), "mesh": None})  # on one device
     write_sample(args)

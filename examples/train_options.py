@@ -1,6 +1,7 @@
 """The options of `train_lm.py`: what they are, their defaults by device, and what does not fit together."""
 
 import argparse
+import importlib.util
 import math
 import pathlib
 
@@ -144,4 +145,8 @@ def _check_mesh(args: argparse.Namespace) -> None:
     if args.lora:
         raise UsageError(
             "--lora: expected none with --mesh, whose recipe splits whole matrices; leave one out."
+        )
+    if args.mesh.size > 1 and importlib.util.find_spec("orbax") is None:
+        raise UsageError(
+            "--mesh: several devices write checkpoints by orbax-checkpoint, which is not installed; run: pip install 'ejkernel-eqx[checkpoints]'"
         )

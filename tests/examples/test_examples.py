@@ -72,9 +72,10 @@ def test_train_resume_and_generate(examples, tmp_path, text, capsys):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_continues_exactly(examples, train_lm, tmp_path, text, monkeypatch):
+@pytest.mark.parametrize("mesh", [[], ["--mesh", "data=2,tensor=2"]], ids=str)
+def test_a_resumed_run_continues_exactly(examples, train_lm, tmp_path, text, monkeypatch, mesh):
     """Seven steps at once, and three, an interrupt, and four more: every bit of the state, and every number of the log but the speed."""
-    options = ["--data", text, *SMALL, "--num-layers", 1, "--steps", 7, "--validate-every", 4]
+    options = ["--data", text, *SMALL, "--num-layers", 1, "--steps", 7, "--validate-every", 4, *mesh]
     monkeypatch.setattr(train_lm, "write_sample", lambda args: None)
     batch_at, states, rows = train_lm.batch_at, [], []
 
@@ -94,7 +95,7 @@ def test_a_resumed_run_continues_exactly(examples, train_lm, tmp_path, text, mon
             assert examples.train(*run, "--resume") == 0
             assert (tmp_path / "log of parts" / "loss.png").stat().st_size > 5000
         args = train_lm.parse([*map(str, run)])
-        states.append(train_lm.load_checkpoint(tmp_path / name / "checkpoint.ejx", args))
+        states.append(train_lm.load_checkpoint(train_lm.newest_checkpoint(tmp_path / name), args))
         with (tmp_path / f"log of {name}" / "metrics.csv").open(newline="") as file:
             rows.append([*csv.DictReader(file)])
         assert not (tmp_path / name / "metrics.csv").exists()
@@ -128,13 +129,14 @@ def test_a_resumed_run_continues_exactly(examples, train_lm, tmp_path, text, mon
                 ("tensor=2", "triton-interpret", "--mlp moe --num-layers 1"),
                 ("sequence=2", "triton-interpret", "--mixer mamba2,kda"),
                 ("data=2,sequence=2,tensor=2", "xla", "--mixer gla,attention --scan-layers"),
+                ("sequence=2", "triton-interpret", "--mixer mla,nsa"),
             ]
         ),
     ],
 )
 def test_a_mesh_trains_as_one_device(examples, tmp_path, text, capsys, mesh, platform, options):
     """What a GPU runs is opaque to JAX, and so are interpreted kernels. Axes that are not named have one device; checkpoints do not depend on
-    the mesh, and are read on one device."""
+    the mesh, and are read on one device, and where training goes on."""
     if platform != "xla":
         pytest.importorskip("triton")
     losses = []
@@ -145,6 +147,22 @@ def test_a_mesh_trains_as_one_device(examples, tmp_path, text, capsys, mesh, pla
         assert "2 tokens from the checkpoint of step 3" in capsys.readouterr().out
         losses.append([loss for _, loss in losses_of(folder)])
     assert len(losses[0]) == 3 and losses[1] == pytest.approx(losses[0], abs=1e-3)
+    if platform == "xla":  # on other devices
+        for name, more in (("alone", ["--mesh", "data=4"]), ("split", [])):
+            run = [
+                "--data",
+                text,
+                *SMALL,
+                *options,
+                *more,
+                "--out-dir",
+                tmp_path / name,
+                "--sample-length",
+                2,
+            ]
+            assert examples.train(*run, "--steps", 5, "--resume") == 0
+        losses = [[loss for _, loss in losses_of(tmp_path / name)] for name in ("alone", "split")]
+        assert len(losses[0]) == 5 and losses[1] == pytest.approx(losses[0], abs=1e-3)
 
 
 @pytest.mark.slow

@@ -1,10 +1,12 @@
-"""One of the two processes of a test: `python -m tests.parallel.two_processes PORT RANK FILE`.
+"""One of the two processes of a test: `python -m tests.parallel.two_processes PORT RANK FOLDER`.
 
-Each has two of four devices, as `XLA_FLAGS` says, which share the tokens. The first process writes the loss and the gradients of a model to FILE.
-Then both repeat a call of attention, until the second one kills itself; the first goes on.
+Each has two of four devices, as `XLA_FLAGS` says, which share the tokens. The first process writes the loss and the gradients of a model to a file in
+FOLDER. Both train on one device each, write a checkpoint there, read it and go on. Then they repeat a call of attention, until the second one kills
+itself; the first goes on.
 """
 
 import os
+import pathlib
 import signal
 import sys
 from typing import Any
@@ -20,6 +22,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import ejkernel_eqx as ejx
 from ejkernel_eqx import models, nn, RingAttention
 
 AXIS, VOCABULARY, WIDTH = "sequence", 16, 16
@@ -58,15 +61,27 @@ def of_model(mesh: Any) -> list[np.ndarray]:
     return [np.asarray(x) for x in multihost_utils.process_allgather(jax.tree.leaves(found), tiled=True)]
 
 
-def main(port: str, rank: int, file: str) -> None:
+def train(folder: pathlib.Path) -> list[np.ndarray]:
+    """The losses of four steps, with a checkpoint after two."""
+    from tests.models.test_checkpoints import make_state, place, trained
+
+    state, losses = trained(place(make_state(), 2), 2, 2)
+    ejx.save(folder / "checkpoint", state, sharded=True)
+    state = ejx.load(folder / "checkpoint", place(eqx.filter_eval_shape(make_state), 2))
+    return losses + trained(state, 2, 4)[1]
+
+
+def main(port: str, rank: int, folder: pathlib.Path) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
         f"127.0.0.1:{port}", num_processes=2, process_id=rank, heartbeat_timeout_seconds=10
     )
     mesh = jax.make_mesh((4,), (AXIS,))  # explicit
     values = of_model(mesh)
+    losses = train(folder)
     if rank == 0:
-        np.savez(file, *values)
+        np.savez(folder / "found.npz", *values)
+        np.save(folder / "losses.npy", losses)
     x = np.ones((1, 16, 1, 8), np.float32)
     x = jax.make_array_from_callback(x.shape, NamedSharding(mesh, P(None, AXIS)), lambda i: x[i])
     step = jax.jit(RingAttention(AXIS, causal=True, method="ring"))
@@ -78,5 +93,5 @@ def main(port: str, rank: int, file: str) -> None:
 
 
 if __name__ == "__main__":
-    _, port, rank, file = sys.argv
-    main(port, int(rank), file)
+    _, port, rank, folder = sys.argv
+    main(port, int(rank), pathlib.Path(folder))

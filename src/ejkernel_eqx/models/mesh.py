@@ -91,7 +91,8 @@ def place(tree: Any, model: Decoder, mesh: Mesh) -> Any:
 
     **Arguments:**
 
-    - `tree`: the model, or the optimiser state. Leaves that are no arrays stay as they are.
+    - `tree`: the model, or the optimiser state. Leaves that are no arrays stay as they are. A `jax.ShapeDtypeStruct` gets the sharding, as
+        [`ejkernel_eqx.load`][] reads it from `like`.
     - `model`: the [`Decoder`][ejkernel_eqx.models.Decoder]. If `sequence` has several devices, build it with `sequence_axis="sequence"`.
     - `mesh`: a mesh with some of the axes `data`, `sequence` and `tensor`.
 
@@ -101,10 +102,13 @@ def place(tree: Any, model: Decoder, mesh: Mesh) -> Any:
     """
 
     def put(path: Any, leaf: Any) -> Any:
-        if not eqx.is_array(leaf):
+        is_abstract = isinstance(leaf, jax.ShapeDtypeStruct)
+        if not is_abstract and not eqx.is_array(leaf):
             return leaf
-        spec = partition_spec(jax.tree_util.keystr(path), leaf, model, mesh)
-        return jax.device_put(leaf, NamedSharding(mesh, spec))
+        where = NamedSharding(mesh, partition_spec(jax.tree_util.keystr(path), leaf, model, mesh))
+        if is_abstract:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+        return jax.device_put(leaf, where)
 
     return jax.tree_util.tree_map_with_path(put, tree)
 

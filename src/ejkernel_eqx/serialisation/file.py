@@ -38,6 +38,7 @@ from .._errors import CheckpointError
 from ..dispatch import no_tuning
 from ..dispatch.files import replacing
 from ..tuning.carried import choices_of_model, with_choices
+from . import parts
 from .hyperparameters import differences, hyperparameters_of
 
 _LOG = logging.getLogger("ejkernel_eqx")
@@ -61,6 +62,11 @@ class _Leaf(NamedTuple):
     dtype: str | None  # for a key: the name of its implementation
     shape: tuple[int, ...] | None
 
+    @property
+    def is_part(self) -> bool:
+        """Whether a checkpoint that is a folder has the leaf among its parts."""
+        return parts.is_stored(self.kind, self.dtype, self.shape)
+
     def __str__(self) -> str:
         if self.shape is None:
             return f"a Python {self.kind}"
@@ -75,6 +81,7 @@ def save(
     hyperparameters: Mapping[str, Any] | None = None,
     *,
     configs: bool = False,
+    sharded: bool = False,
 ) -> None:
     """Saves `model` to `path` atomically.
 
@@ -92,6 +99,10 @@ def save(
     - `configs`: also save the tuned configurations of the model's kernels (`ejx.tune`, `tune_for=`), with the devices
         that they are valid for. The file carries them to other machines. Configurations given explicitly (`config=`, an
         overlay) are not saved.
+    - `sharded`: write a folder instead of a file, for arrays that are split over devices, also those of several
+        processes. Each process writes the parts of its devices, by Orbax (the extra `checkpoints`). All processes must
+        call `save`, with a path that all of them see. An older checkpoint in the folder stays until the new one is
+        complete.
 
     **Raises:**
 
@@ -99,24 +110,36 @@ def save(
     """
     hyperparameters = {} if hyperparameters is None else dict(hyperparameters)
     _check_hyperparameters(hyperparameters)
+    leaves = list(_leaves_of(model, check=True, sharded=sharded))
     header = {
         "format": _FORMAT,
         "schema": _SCHEMA,
         "hyperparameters": hyperparameters,
         "modules": hyperparameters_of(model),
-        "leaves": [
-            {k: v for k, v in leaf._asdict().items() if v is not None}
-            for leaf in _leaves_of(model, check=True)
-        ],
+        "leaves": [{k: v for k, v in leaf._asdict().items() if v is not None} for leaf in leaves],
     }
     if configs:
         header["configs"] = choices_of_model(model)
+    if not sharded:
+        _write_file(path, header, model, _write_leaf)
+        return
+    folder = os.fspath(path)
+    number = parts.next_number(folder, lambda: info(folder))
+    values = [x for path, x in jtu.tree_flatten_with_path(model)[0] if _describe(path, x) is not None]
+    parts.write(folder, number, {str(n): x for n, x in enumerate(values) if leaves[n].is_part})
+    if jax.process_index() == 0:
+        write = lambda file, x: None if _is_part(x) else _write_leaf(file, x)
+        _write_file(os.path.join(folder, parts.INDEX), header | {"parts": number}, model, write)
+    parts.finish(folder, number)
+
+
+def _write_file(path: Any, header: dict[str, Any], model: Any, write_leaf: Any) -> None:
     line = json.dumps(header, allow_nan=False).encode() + b"\n"
     assert line.startswith(_PREFIX)
     with replacing(path) as file:
         writer = _HashingWriter(file)
         writer.write(line)
-        eqx.tree_serialise_leaves(writer, model, filter_spec=_write_leaf)
+        eqx.tree_serialise_leaves(writer, model, filter_spec=write_leaf)
         file.write(_FOOTER.pack(_MAGIC, writer.count, writer.hash.digest()))
 
 
@@ -130,7 +153,8 @@ def load(
 
     **Arguments:**
 
-    - `path`: the file.
+    - `path`: the file, or the folder if it was saved with `sharded=True`. All processes must then call `load`; each reads
+        the parts of its devices.
     - `like`: a pytree of the same structure, as for `equinox.tree_deserialise_leaves`; or a callable (a class, a function) that builds
         one. The callable receives the saved hyperparameters as keyword arguments and, if it has a parameter `key` that is not among
         them, an arbitrary random key. It runs under `equinox.filter_eval_shape`, so its arrays are never allocated. An instance of an
@@ -145,7 +169,9 @@ def load(
 
     **Returns:**
 
-    The model. An array whose counterpart in `like` was placed explicitly, for instance sharded, is placed the same way.
+    The model. An array whose counterpart in `like` was placed explicitly, for instance sharded, is placed the same way, on
+    whatever devices it was saved from. So is one whose counterpart is a `jax.ShapeDtypeStruct` with a sharding
+    ([`ejkernel_eqx.models.place`][] makes them).
 
     **Raises:**
 
@@ -155,7 +181,7 @@ def load(
     """
     path = os.fspath(path)
     dtype = None if dtype is None else _override(dtype)
-    with open(path, "rb") as file:
+    with open(_file_of(path), "rb") as file:
         header, saved = _read_header(file, path)
         start = file.tell()
         end = _verify(file, path)
@@ -164,12 +190,17 @@ def load(
         _compare(path, saved, list(_leaves_of(like, check=False)), dtype)
         _compare_modules(path, header.get("modules", {}), like, strict)
         file.seek(start)
-        table = iter(saved)
         paths_and_leaves, treedef = jtu.tree_flatten_with_path(like)
+        described = [(_describe(key_path, x), x) for key_path, x in paths_and_leaves]
+        table = iter(zip(saved, _read_parts(path, header, saved, [x for here, x in described if here])))
         loaded = []
-        for key_path, x in paths_and_leaves:
-            here = _describe(key_path, x)
-            loaded.append(x if here is None else _read_leaf(file, path, next(table), here, x, dtype))
+        for here, x in described:
+            if here is None:
+                loaded.append(x)
+                continue
+            leaf, value = next(table)
+            value = _read_leaf(file, path, leaf, x) if value is None else value
+            loaded.append(_as_wanted(value, leaf, here, x, dtype))
         if file.tell() != end:
             raise _damaged(path, "its leaves do not end where its footer begins")
     model = jtu.tree_unflatten(treedef, loaded)
@@ -183,7 +214,7 @@ def info(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     **Arguments:**
 
-    - `path`: the file.
+    - `path`: the file, or the folder.
 
     **Returns:**
 
@@ -196,10 +227,15 @@ def info(path: str | os.PathLike[str]) -> dict[str, Any]:
     `CheckpointError` naming the file if `save` did not write it, it is truncated, or it comes from a newer version.
     """
     path = os.fspath(path)
-    with open(path, "rb") as file:
+    with open(_file_of(path), "rb") as file:
         header, _ = _read_header(file, path)
         _read_footer(file, path)
     return header
+
+
+def _file_of(path: str) -> str:
+    """The file with the header."""
+    return os.path.join(path, parts.INDEX) if os.path.isdir(path) else path
 
 
 # What a leaf is
@@ -228,26 +264,30 @@ def _describe(path, x) -> _Leaf | None:
     return None
 
 
-def _leaves_of(tree, check: bool) -> Iterator[_Leaf]:
+def _is_part(x: Any) -> bool:
+    leaf = _describe((), x)
+    return leaf is not None and leaf.is_part
+
+
+def _leaves_of(tree, check: bool, sharded: bool = False) -> Iterator[_Leaf]:
     """The leaves that are saved; with `check`, raises `ValueError` for one that cannot be."""
     for path, x in jtu.tree_flatten_with_path(tree)[0]:
         leaf = _describe(path, x)
         if leaf is not None:
             if check:
-                _check_savable(leaf, x)
+                _check_savable(leaf, x, sharded and leaf.is_part)
             yield leaf
 
 
-def _check_savable(leaf: _Leaf, x) -> None:
+def _check_savable(leaf: _Leaf, x, sharded: bool) -> None:
     if isinstance(x, jax.ShapeDtypeStruct | jax.core.Tracer):
         raise ValueError(
             f"The leaf {leaf.path!r} is a {type(x).__name__}, which holds no values; save a concrete model, "
             "outside jit and eval_shape."
         )
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+    if isinstance(x, jax.Array) and not x.is_fully_addressable and not sharded:
         raise ValueError(
-            f"The leaf {leaf.path!r} is sharded over several processes; gather the model first, for example "
-            "with jax.experimental.multihost_utils.process_allgather, and save it from one process."
+            f"The leaf {leaf.path!r} is sharded over several processes; save the model from all of them with sharded=True."
         )
     if isinstance(x, jax.Array) and x.is_deleted():
         raise ValueError(f"The leaf {leaf.path!r} has been deleted (donated to a jitted function, perhaps).")
@@ -517,29 +557,60 @@ def _read_array(
         raise _damaged(path, f"the leaf {leaf.path!r} cannot be read ({error})") from error
 
 
-def _read_leaf(file: BinaryIO, path: str, leaf: _Leaf, here: _Leaf, x, dtype: np.dtype | None):
-    """Reads a leaf, with the type and placement of its counterpart `x`."""
+def _read_parts(path: str, header: dict[str, Any], saved: list[_Leaf], like: list[Any]) -> list[Any]:
+    """For each leaf the array, if it is one of the parts of a folder; else `None`."""
+    if not os.path.isdir(path):
+        return [None] * len(saved)
+    wanted = {
+        str(n): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_sharding_of(x) or _own_device())
+        for n, (leaf, x) in enumerate(zip(saved, like))
+        if leaf.is_part
+    }
+    found = parts.read(path, parts.number_in(path, header), wanted)
+    return [found.get(str(n)) for n in range(len(saved))]
+
+
+def _read_leaf(file: BinaryIO, path: str, leaf: _Leaf, x) -> Any:
+    """Reads a leaf, with the type of its counterpart `x`."""
     if leaf.shape is None:
         scalar = np.asarray(_SCALARS[leaf.kind]())
         return type(x)(_read_array(file, path, leaf, (), scalar.dtype).item())
     if leaf.kind == "key":
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, x.dtype))
         value = _read_array(file, path, leaf, data.shape, np.dtype(data.dtype))
-        return _place(jax.random.wrap_key_data(jnp.asarray(value), impl=leaf.dtype), x)
+        return jax.random.wrap_key_data(jnp.asarray(value), impl=leaf.dtype)
     stored = jnp.dtype(leaf.dtype)
     dtypes = [_stored_dtype(stored)]
     if stored.itemsize <= 8:  # as earlier versions wrote arrays of a foreign byte order
         dtypes.append(np.dtype(f"u{stored.itemsize}"))
-    value = _read_array(file, path, leaf, leaf.shape, *dtypes).view(stored)
+    return _read_array(file, path, leaf, leaf.shape, *dtypes).view(stored)
+
+
+def _as_wanted(value: Any, leaf: _Leaf, here: _Leaf, x: Any, dtype: np.dtype | None) -> Any:
+    """A leaf that was read, with the dtype and placement of its counterpart `x`."""
+    if leaf.shape is None:
+        return value
+    if leaf.kind == "key":
+        return _place(value, x)
     if dtype is not None and _is_floating(leaf):
         value = value.astype(dtype)
     # Under `filter_eval_shape`, all kinds of arrays look the same, so the file decides.
     kind = leaf.kind if isinstance(x, jax.ShapeDtypeStruct) else here.kind
     if kind == "array":
         return _place(value, x)
+    value = np.asarray(value)
     return value[()] if kind == "numpy scalar" else value
 
 
+def _sharding_of(x: Any) -> Any:
+    return x.sharding if isinstance(x, jax.ShapeDtypeStruct) or getattr(x, "committed", False) else None
+
+
+def _own_device() -> jax.sharding.Sharding:
+    """Where arrays are that nobody has placed."""
+    return jnp.zeros(()).sharding
+
+
 def _place(value, x) -> jax.Array:
-    sharding = x.sharding if isinstance(x, jax.ShapeDtypeStruct) or getattr(x, "committed", False) else None
+    sharding = _sharding_of(x)
     return jnp.asarray(value) if sharding is None else jax.device_put(value, sharding)
