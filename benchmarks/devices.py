@@ -11,6 +11,8 @@ is the time of one device with all tokens over this one's.
 `tensor` and `sequence` the same rows in all. `experts` is a decoder with experts, which lie over the axis of the rows. `speedup` is the tokens a
 second over those of one device. `xla` is the same model on an automatic mesh with XLA's attention: what plain `jit` makes of it.
 
+Programs are compiled with `ejkernel_eqx.models.compiler_options`; `--compiler` sets others, or these to other values.
+
 Every program is first compared with another: the layer's results and gradients with those of one device; the norm of a step's gradient with that of
 one device, or, if it has more rows than one device, with that of the other program. Then calls are timed. `sent` is what one device gets in the
 collectives of the compiled program; those in a loop count once.
@@ -152,7 +154,8 @@ def measure_experts(name: str, problem: Experts, options: argparse.Namespace) ->
                 "direction": direction,
                 "variant": exchange or "one device",
             }
-            call = jax.jit(make(static), compiler_options=options.compiler)
+            compiler = meshes.compiler_options(getattr(x.sharding, "mesh", None)) | options.compiler
+            call = jax.jit(make(static), compiler_options=compiler)
             run = functools.partial(call, arrays, x, dy)
             found = [np.asarray(leaf, np.float32) for leaf in jax.tree.leaves(jax.device_get(run()))]
             row["error"] = _error(found, expected.setdefault(direction, found))
@@ -224,6 +227,7 @@ def step_of(step: Step, variant: str, options: argparse.Namespace) -> tuple[Call
     batch = np.random.default_rng(0).integers(0, _VOCABULARY, (rows, tokens + 1), np.int32)
     arrays, static = eqx.partition(model, eqx.is_inexact_array)
     state, inputs = (arrays, optimiser.init(arrays)), (jnp.asarray(batch[:, :-1]), jnp.asarray(batch[:, 1:]))
+    mesh = None
     if split:
         shape = {axis: split.get(axis, 1) for axis in meshes.MESH_AXES}
         kind = AxisType.Auto if variant == "xla" else AxisType.Explicit
@@ -251,7 +255,7 @@ def step_of(step: Step, variant: str, options: argparse.Namespace) -> tuple[Call
 
     kept = jax.tree.map(lambda x: x.sharding, state) if split else None
     step = jax.jit(update, donate_argnums=0, out_shardings=(kept, None))
-    program = step.lower(state, inputs).compile(options.compiler)
+    program = step.lower(state, inputs).compile(meshes.compiler_options(mesh) | options.compiler)
 
     def call() -> Any:
         nonlocal state
@@ -346,7 +350,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         )
     if options.quick:
         options.dtype, options.samples, options.calls = "float32", 1, 1
-    options.compiler = dict(entry.split("=", 1) for entry in options.compiler.split(",") if entry) or None
+    options.compiler = dict(entry.split("=", 1) for entry in options.compiler.split(",") if entry)
     return options
 
 

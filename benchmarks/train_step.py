@@ -160,7 +160,7 @@ def compiled(name: str, options: argparse.Namespace) -> Variant:
         return state, (loss, jnp.sqrt(sum(jnp.sum(g * g) for g in gradients)))
 
     start = time.perf_counter()
-    program = jax.jit(step, donate_argnums=0).lower(state, tokens).compile(train_lm.compiler_options())
+    program = jax.jit(step, donate_argnums=0).lower(state, tokens).compile(ejx.models.compiler_options())
     return Variant(name, program, time.perf_counter() - start)
 
 

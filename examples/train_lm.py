@@ -134,14 +134,9 @@ def mean_loss(model: Decoder, tokens: Any, dtype: Any) -> Array:
     return training_loss(model, tokens, dtype)[1]
 
 
-def compiler_options() -> dict[str, Any]:
-    """For a GPU: queries and keys are not computed by one product, whose gradient would first write both next to each other."""
-    return {"xla_gpu_dot_merger_threshold_mb": 0} if jax.default_backend() == "gpu" else {}
-
-
 def make_steps(args: argparse.Namespace):
     optimiser = make_optimiser(args)
-    compiled: dict[str, Any] = {"compiler_options": compiler_options()}
+    compiled: dict[str, Any] = {"compiler_options": ejx.models.compiler_options(args.mesh)}
 
     @eqx.filter_jit(donate="all", **compiled)
     def train_step(model, optimiser_state, tokens):

@@ -129,7 +129,6 @@ def test_a_resumed_run_continues_exactly(examples, train_lm, tmp_path, text, mon
                 ("tensor=2", "triton-interpret", "--mlp moe --num-layers 1"),
                 ("sequence=2", "triton-interpret", "--mixer mamba2,kda"),
                 ("data=2,sequence=2,tensor=2", "xla", "--mixer gla,attention --scan-layers"),
-                ("sequence=2", "triton-interpret", "--mixer mla,nsa"),
             ]
         ),
     ],

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from ejkernel_eqx import models
+from ejkernel_eqx.models import mesh
 from tests.tolerances import assert_close
 
 ATTENTION = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
@@ -25,11 +26,11 @@ def mesh_of(**sizes: int) -> jax.sharding.Mesh:
 
 @pytest.mark.slow
 def test_a_mesh_of_two_axes_gives_the_loss_of_one_device():
-    model, mesh = decoder(), mesh_of(data=2, tensor=2)
+    model, over = decoder(), mesh_of(data=2, tensor=2)
     batch = np.random.default_rng(0).integers(0, 48, (4, 9)).astype(np.int32)
     logits = eqx.filter_jit(lambda model, tokens: model(tokens))
-    inputs, targets = models.place_tokens(batch, mesh)
-    loss = models.split_cross_entropy(logits(models.place(model, model, mesh), inputs), targets)
+    inputs, targets = models.place_tokens(batch, over)
+    loss = models.split_cross_entropy(logits(models.place(model, model, over), inputs), targets)
     expected = np.asarray(logits(model, jnp.asarray(batch[:, :-1])), np.float64)
     lse = np.log(np.sum(np.exp(expected), -1))
     expected = np.mean(lse - np.take_along_axis(expected, batch[:, 1:, None], -1)[..., 0])
@@ -44,6 +45,7 @@ def test_a_mesh_of_two_axes_gives_the_loss_of_one_device():
         ({"data": 2, "sequence": 2, "tensor": 2}, "mixer.o_proj", (1, 32, 32), P(None, ("data", "sequence"), "tensor")),
         ({"data": 2}, "mixer.k_proj", (1, 16, 32), P(None, None, "data")),
         ({"tensor": 2}, "mlp.down_proj", (1, 32, 64), P(None, None, "tensor")),
+        ({"data": 2}, "mixer.kv_a_proj_with_mqa", (1, 20, 32), P(None, None, "data")),
         # Two key/value heads are not split over four devices, and 30 features neither.
         ({"tensor": 4}, "mixer.k_proj", (1, 16, 32), P()),
         ({"data": 4}, "mlp.up_proj", (1, 64, 30), P()),
@@ -58,8 +60,26 @@ def test_how_an_array_is_split(sizes, path, shape, spec):
 
 
 def test_other_axes_are_named():
-    mesh = jax.make_mesh((1,), ("rows",), devices=jax.devices()[:1])
+    other = jax.make_mesh((1,), ("rows",), devices=jax.devices()[:1])
     with pytest.raises(
         ValueError, match=r"mesh: expected .* with axes of data, sequence, tensor, received \('rows',\)"
     ):
-        models.place({"x": jnp.ones((2, 2))}, decoder(), mesh)
+        models.place({"x": jnp.ones((2, 2))}, decoder(), other)
+
+
+def test_options_of_the_compiler():
+    """XLA checks the names on every platform. One device of a CPU needs none."""
+    assert models.compiler_options() == models.compiler_options(mesh_of(data=2)) == {}
+    options = mesh.FOR_GPUS | mesh.FOR_SEVERAL
+    assert jax.jit(lambda x: x + 1, compiler_options=options)(jnp.int32(1)) == 2
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+        jax.jit(lambda x: x + 1, compiler_options={f"{next(iter(options))}_": 0})(jnp.int32(1))
+
+
+def test_shapes_are_placed_as_their_arrays():
+    model, over = decoder(), mesh_of(data=2, tensor=2)
+    abstract = models.place(eqx.filter_eval_shape(decoder), model, over)
+    for x, y in zip(
+        jax.tree.leaves(abstract), jax.tree.leaves(models.place(model, model, over)), strict=True
+    ):
+        assert not eqx.is_array(y) or (x.sharding, x.shape, x.dtype) == (y.sharding, y.shape, y.dtype)

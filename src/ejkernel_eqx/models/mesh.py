@@ -1,4 +1,4 @@
-"""Training over several devices: the shardings of parameters, optimiser state and tokens, and a loss for split logits."""
+"""Training over several devices: the shardings of parameters, optimiser state and tokens, a loss for split logits, and options of the compiler."""
 
 import math
 import re
@@ -19,6 +19,34 @@ from .decoder import Decoder
 MESH_AXES = ("data", "sequence", "tensor")
 """The axes of a mesh that [`place`][ejkernel_eqx.models.place] knows."""
 DATA, SEQUENCE, TENSOR = MESH_AXES
+
+
+# Queries and keys are not computed by one product, whose gradient would first write both next to each other.
+FOR_GPUS = {"xla_gpu_dot_merger_threshold_mb": 0}
+# Collectives run beside what does not wait for them.
+FOR_SEVERAL = {"xla_gpu_enable_latency_hiding_scheduler": True}
+
+
+def compiler_options(mesh: Mesh | None = None) -> dict[str, Any]:
+    """XLA's options for a training step. They are options of one program; other programs of the process keep theirs.
+
+    ```python
+    step = eqx.filter_jit(step, donate="all", compiler_options=ejx.models.compiler_options(mesh))
+    ```
+
+    On GPUs, similar products stay apart, whose gradients would otherwise be copied next to each other. If the mesh has several, XLA's scheduler that
+    hides latencies is on: gathers of weights and sums of gradients run beside products that do not need them.
+
+    **Arguments:**
+
+    - `mesh`: that of the arrays; default: one device, of the default platform.
+
+    **Returns:** a dictionary for `compiler_options` of `jax.jit`, `equinox.filter_jit` or `lowered.compile`. It is empty for CPUs and TPUs.
+    """
+    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    if platform not in ("gpu", "cuda", "rocm"):
+        return {}
+    return FOR_GPUS | (FOR_SEVERAL if mesh is not None and mesh.size > 1 else {})
 
 
 def partition_spec(path: str, leaf: Any, model: Decoder, mesh: Mesh) -> P:
@@ -52,7 +80,7 @@ def _axes(path: str, model: Decoder, sizes: Mapping[str, int]) -> tuple[tuple[st
         return tensor, fully
     if path.endswith("down_proj.weight"):
         return fully, tensor
-    if not path.endswith("_proj.weight"):
+    if not path.endswith(("_proj.weight", "_proj_with_mqa.weight")):
         return whole, whole
     if heads := re.search(r"\.stacks\[(\d+)\]\[(\d+)\]\.mixer\.([qkvo])_proj\.weight$", path):
         mixer = model.stacks[int(heads[1])][int(heads[2])].mixer
