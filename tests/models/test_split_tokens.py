@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx import models
+from ejkernel_eqx.attention.ring.arguments import Split
+from ejkernel_eqx.nn.token_order import moved
 from tests import meshes
 from tests.arrays import normal
 
@@ -113,23 +115,26 @@ def shapes_of(compiled: Any, collective: str) -> collections.Counter:
 
 
 @pytest.mark.slow
-def test_only_weights_and_states_are_gathered():
+def test_only_weights_states_and_latents_are_gathered():
     """Rows, tokens and heads over eight devices."""
-    mixers = ("attention", "gated_linear_attention")
+    mixers = ("attention", "gated_linear_attention", "latent_attention")
     model = model_of(mixers, sequence_axis="sequence")
     found, compiled = over(model, {"data": 2, "sequence": 2, "tensor": 2})
     agree((found, compiled), alone(mixers))
     matrices = {x.shape[-2:] for x in jax.tree.leaves(eqx.filter(model, eqx.is_array)) if x.ndim > 1}
-    half = {(a // 2, b) for a, b in matrices} | {(a, b // 2) for a, b in matrices}
+    half = {(6, 8, 16)}  # of latent attention: the part of the keys or of the values
+    half |= {(a // 2, b) for a, b in matrices} | {(a, b // 2) for a, b in matrices}
     gathered = shapes_of(compiled, "all-gather")
+    latents = {(ROWS // 2, TOKENS, features) for features in (16, 4)}
+    assert latents <= gathered.keys()
     states = {shape for shape in gathered if len(shape) > 3}
-    assert set(gathered) - states <= matrices | half, gathered
+    assert set(gathered) - states - latents <= matrices | half, gathered
     # Of every device in the axis a state of its rows, and decays.
     assert states and all(
         shape[:2] == (2, ROWS // 2) and np.prod(shape) <= 2 * 2 * WIDTH * 8 for shape in states
     )
     # Each matrix once forward and at most once more backward.
-    assert sum(gathered[shape] for shape in gathered if shape not in states) <= 2 * len(
+    assert sum(gathered[shape] for shape in gathered if shape not in states | latents) <= 2 * len(
         [x for x in jax.tree.leaves(eqx.filter(model, eqx.is_array)) if x.ndim > 1]
     )
     assert set(meshes.collectives(compiled)) <= {"all-gather", "all-reduce", "all-to-all", "reduce-scatter"}
@@ -241,21 +246,23 @@ def layer_of(name: str = "attention", **options: Any) -> Any:
 BY_LENGTH = ejx.nn.DynamicScaling(2.0, 16)
 
 
-@pytest.mark.slow
+POSITIONS = [
+    ("manual", "zigzag", None, "xla", LATENT),
+    ("explicit", "zigzag", BY_LENGTH, "triton-interpret", "attention"),
+    ("explicit", "zigzag", None, "triton-interpret", LATENT),
+    ("automatic in context", "contiguous", BY_LENGTH, "xla", "attention"),
+    ("automatic in context", "zigzag", None, "xla", "attention"),
+    ("automatic in context", "zigzag", None, "xla", LATENT),
+    ("manual", "zigzag", BY_LENGTH, "xla", "attention"),
+    ("manual", "contiguous", None, "triton-interpret", "attention"),
+    ("manual", "contiguous", None, "triton-interpret", SPARSE),
+    ("manual", "zigzag", None, "xla", SPARSE),
+]
+
+
 @pytest.mark.parametrize(
     "kind, order, scaling, platform, name",
-    [
-        ("explicit", "zigzag", BY_LENGTH, "triton-interpret", "attention"),
-        ("explicit", "zigzag", None, "triton-interpret", LATENT),
-        ("automatic in context", "contiguous", BY_LENGTH, "xla", "attention"),
-        ("automatic in context", "zigzag", None, "xla", "attention"),
-        ("automatic in context", "zigzag", None, "xla", LATENT),
-        ("manual", "zigzag", BY_LENGTH, "xla", "attention"),
-        ("manual", "contiguous", None, "triton-interpret", "attention"),
-        ("manual", "zigzag", None, "xla", LATENT),
-        ("manual", "contiguous", None, "triton-interpret", SPARSE),
-        ("manual", "zigzag", None, "xla", SPARSE),
-    ],
+    [POSITIONS[0], *(pytest.param(*row, marks=pytest.mark.slow) for row in POSITIONS[1:])],
     ids=str,
 )
 def test_positions_of_tokens_that_are_split(kind, order, scaling, platform, name):
@@ -284,6 +291,33 @@ def test_positions_of_tokens_that_are_split(kind, order, scaling, platform, name
     meshes.agree(shown, wanted)
 
 
+@pytest.mark.parametrize("kind", ["explicit", "automatic", "replicated", "manual"])
+def test_tokens_are_sent_where_they_are_in_temporal_order(kind):
+    split, devices = Split("sequence", "zigzag", None), 4
+    axis_type = AxisType.Auto if kind == "automatic" else AxisType.Explicit
+    mesh = jax.make_mesh((devices,), ("sequence",), axis_types=(axis_type,), devices=jax.devices()[:devices])
+    x, ids = normal(0, (2, TOKENS, 3)), np.arange(2 * TOKENS, dtype=np.int32).reshape(2, TOKENS)
+    tokens = P() if kind == "replicated" else P(None, "sequence")
+    stored = [
+        jax.device_put(reorder_sequence(a, devices, axis=1), NamedSharding(mesh, tokens)) for a in (x, ids)
+    ]
+
+    def call(x: Any, ids: Any) -> Any:
+        times = moved(split, x), moved(split, ids, -1)
+        return times, (moved(split, times[0], back=True), moved(split, times[1], -1, back=True))
+
+    if kind == "manual":
+        specs = ((tokens, tokens),) * 2
+        call = jax.shard_map(call, mesh=mesh, in_specs=(tokens, tokens), out_specs=specs)
+    with jax.set_mesh(mesh) if kind == "automatic" else contextlib.nullcontext():
+        lowered = jax.jit(call).lower(*stored)
+        compiled = lowered.compile()
+    (in_time, times), back = compiled(*stored)
+    assert np.array_equal(in_time, x) and np.array_equal(times, ids)
+    assert all(np.array_equal(*pair) for pair in zip(back, stored, strict=True))
+    assert set(meshes.collectives(compiled)) == (set() if kind == "replicated" else {"collective-permute"})
+
+
 @pytest.mark.slow
 def test_a_cache_is_not_split():
     layer, plain = layer_of(sequence_axis="sequence"), layer_of()
@@ -307,7 +341,7 @@ def test_options_of_split_tokens():
     with pytest.raises(ValueError, match="mask: expected None with sequence_axis='sequence', received Mask"):
         layer_of(LATENT, sequence_axis="sequence")(jnp.zeros((8, WIDTH)), mask=ejx.Mask.causal())
     layer, mesh = layer_of(**zigzag), jax.make_mesh((4,), ("sequence",), devices=jax.devices()[:4])
-    for name in LAYERS:
+    for name in ("attention", LATENT):
         with (
             jax.set_mesh(mesh),
             pytest.raises(ValueError, match="cu_seqlens: expected None in a call with one"),
