@@ -65,12 +65,7 @@ class MoEConfig:
 
     def __post_init__(self):
         object.__setattr__(self, "options", _sorted(self.options))
-        for name in ("hidden_dim", "num_experts", "top_k"):
-            if name not in dict(self.options):
-                raise ValueError(
-                    f"options: expected an entry {name!r}, received {', '.join(dict(self.options)) or 'none'}; it is an argument of "
-                    "MixtureOfExperts without a default."
-                )
+        _check_entries(self.options, ("hidden_dim", "num_experts", "top_k"), "MixtureOfExperts")
 
     @property
     def num_experts(self) -> int:
@@ -101,6 +96,45 @@ class BranchConfig:
         _check_one_of("mixer", self.mixer, MIXERS)
         object.__setattr__(self, "options", _sorted(self.options))
         _check_scales("scales", self.scales, "the first mixer and this one")
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedBlockConfig:
+    """Blocks of attention and an MLP that layers share (Zamba2). A block takes the tokens and their embeddings side by side. Each layer has low-rank
+    products beside the block's projections, and a projection behind it; the result is added to what the mixer of the layer takes.
+
+    **Arguments:**
+
+    - `count`: blocks.
+    - `options`: what [`ejkernel_eqx.nn.MultiHeadAttention`][] is built with, besides widths, dtypes, platform and key: at least `num_heads`,
+        `num_kv_heads` and `head_dim`.
+    - `mlp`: an `MLPConfig` with a gate.
+    - `adapter_rank`: features between the two matrices of each low-rank product.
+    - `attention_adapters`: whether those are also beside the projections of queries, keys and values.
+    """
+
+    count: int
+    options: Any
+    mlp: MLPConfig
+    adapter_rank: int
+    attention_adapters: bool = False
+
+    def __post_init__(self):
+        check_sizes(count=self.count, adapter_rank=self.adapter_rank)
+        check_flags(attention_adapters=self.attention_adapters)
+        object.__setattr__(self, "options", _sorted(self.options))
+        _check_entries(self.options, ("num_heads", "num_kv_heads", "head_dim"), "MultiHeadAttention")
+        if not isinstance(self.mlp, MLPConfig) or not self.mlp.gated:
+            raise ValueError(f"mlp: expected an MLPConfig with a gate, received {self.mlp!r}.")
+
+
+def _check_entries(options: Any, names: tuple[str, ...], layer: str) -> None:
+    for name in names:
+        if name not in dict(options):
+            raise ValueError(
+                f"options: expected an entry {name!r}, received {', '.join(dict(options)) or 'none'}; it is an argument of {layer} that has to "
+                "be there."
+            )
 
 
 def _check_scales(name: str, scales: Any, of: str) -> None:
@@ -134,6 +168,7 @@ class LayerConfig:
     - `experts`: a `MoEConfig`: experts beside the `MLPConfig`, with norms of their own (Gemma 4); default none.
     - `gives_keys`: whether later layers read the keys and values of this one, an `"attention"`.
     - `keys_of`: the number of the layer whose keys and values a `"cross_layer_attention"` reads.
+    - `shared_block`: the number of the block of the model's `SharedBlockConfig` whose output the mixer takes, too; for a layer without an MLP.
     """
 
     mixer: str
@@ -147,6 +182,7 @@ class LayerConfig:
     experts: MoEConfig | None = None
     gives_keys: bool = False
     keys_of: int | None = None
+    shared_block: int | None = None
 
     def __post_init__(self):
         from .mixers import MIXERS
@@ -169,6 +205,11 @@ class LayerConfig:
         if not isinstance(self.beside, BranchConfig | None):
             raise ValueError(
                 f"beside: expected a BranchConfig or None, received {type(self.beside).__name__}; BranchConfig(mixer, options) is one."
+            )
+        alone = LayerConfig(self.mixer, self.options) if self.shared_block is not None else None
+        if alone is not None and dataclasses.replace(self, shared_block=None) != alone:
+            raise ValueError(
+                f"shared_block: expected None but in a layer of a mixer alone, received {self.shared_block!r}; leave the other arguments out."
             )
         for name in ("mixer_scales", "mlp_scales"):
             _check_scales(name, getattr(self, name), "the residual and the branch")
@@ -194,6 +235,7 @@ class DecoderConfig:
     - `max_positions`: how many positions have an embedding, which is added to that of the token (GPT-2, OPT); default none. Tokens behind them
         have NaN.
     - `layer_embedding`: features of an embedding of the tokens for each layer, which is added behind the MLP (Gemma 4); default none.
+    - `shared_blocks`: a `SharedBlockConfig`: blocks that layers share (Zamba2); default none.
     - `published`: the `config.json` that it was read from, if any, as text; for `save_pretrained` only, and left out of comparisons.
     """
 
@@ -211,6 +253,7 @@ class DecoderConfig:
     head_bias: bool = False
     layer_embedding: int | None = None
     max_positions: int | None = None
+    shared_blocks: SharedBlockConfig | None = None
     published: str | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self):
@@ -235,7 +278,13 @@ class DecoderConfig:
         _check_one_of("norm_type", self.norm_type, _NORM_TYPES)
 
     def _check_keys(self) -> None:
+        blocks = 0 if self.shared_blocks is None else self.shared_blocks.count
         for index, layer in enumerate(self.layers):
+            if layer.shared_block is not None and not 0 <= layer.shared_block < blocks:
+                raise ValueError(
+                    f"layers[{index}].shared_block: expected None or the number of one of the {blocks} blocks of shared_blocks, received "
+                    f"{layer.shared_block!r}; they are counted from 0."
+                )
             if (layer.mixer == "cross_layer_attention") != (layer.keys_of is not None):
                 raise ValueError(
                     f"layers[{index}].keys_of: expected a number for 'cross_layer_attention' and None for others, received {layer.keys_of!r}."

@@ -11,13 +11,14 @@ from jax.typing import DTypeLike
 from .._jitted import compiled_call
 from .._signatures import Module
 from .._values import check_known, checked, checks_traced, stopped
+from ..nn.few_rows import Norm, normed
 from ..nn.initial import keys_of, normal
 from ..nn.tokens import ids_of
 from ..sequences import segment_positions
 from .config import EncoderConfig
 from .decoder import Decoder
 from .filling_encoders import filled_encoder
-from .layer import Norm, norm_of, normed
+from .mlp import norm_of
 from .pooler import Pooler
 from .vocabulary import check_rows, embed, in_vocabulary
 

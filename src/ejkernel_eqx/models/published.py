@@ -29,6 +29,7 @@ from .config import (
     MoEConfig,
     Norms,
     NormType,
+    SharedBlockConfig,
 )
 
 
@@ -71,6 +72,7 @@ _GEMMA4 = {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262
 _MAMBA = {"vocab_size": 50_280, "hidden_size": 768, "num_hidden_layers": 32, "layer_norm_epsilon": 1e-5}
 _BERT = {"hidden_act": "gelu", "layer_norm_eps": 1e-12}
 _MODERN_BERT = {"hidden_activation": "gelu", "norm_eps": 1e-5}
+_ZAMBA2 = {"hidden_act": "gelu", "num_mem_blocks": 1, "adapter_rank": 128}
 _QWEN3_5_MOE = {"full_attention_interval": 4, "intermediate_size": 512}  # of no layer, as all have experts
 
 FAMILIES: dict[str, _Family] = {
@@ -170,6 +172,7 @@ FAMILIES: dict[str, _Family] = {
         has_gate=False,
         defaults={"layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2", "intermediate_size": 21504},
     ),
+    "zamba2": _Family(recurrent="mamba2", has_mlp=False, defaults=_TIED | _EPS | _ZAMBA2),
     "olmo_hybrid": _Family("post", recurrent="gated_delta_net", recurrent_norms="pre"),
     "kimi_linear": _Family(attention="latent_attention", recurrent="kimi_delta_attention", defaults=_EPS),
     # Norms behind a sum with the residual are norms before the next branch, whose residual they are.
@@ -261,6 +264,9 @@ def _body(whole: Entries, entries: Entries) -> DecoderConfig:
     layers = [_layer(entries, family, index) for index in range(entries["num_hidden_layers"])]
     for source in {layer.keys_of for layer in layers if layer.keys_of is not None}:
         layers[source] = dataclasses.replace(layers[source], gives_keys=True)
+    blocks = None
+    if kind == "zamba2":
+        layers, blocks = _with_blocks(entries, layers)
     per_layer = entries.get("hidden_size_per_layer_input") or None
     if per_layer and entries["vocab_size_per_layer_input"] != entries["vocab_size"]:
         raise entries.wrong("vocab_size_per_layer_input", f"vocab_size={entries['vocab_size']}")
@@ -282,6 +288,7 @@ def _body(whole: Entries, entries: Entries) -> DecoderConfig:
         head_bias=kind == "phi",
         layer_embedding=per_layer,
         max_positions=entries["max_position_embeddings"] if family.has_positions else None,
+        shared_blocks=blocks,
     )
 
 
@@ -390,6 +397,27 @@ def _layer(config: Entries, family: _Family, index: int) -> LayerConfig:
     given: Any = (scales(branch), scales("mlp"), family.output_scale)
     keys_of = source_of_keys(config, index)
     return LayerConfig(mixer, options, mlp, norms, *given, experts=experts, keys_of=keys_of)
+
+
+def _with_blocks(
+    config: Entries, layers: list[LayerConfig]
+) -> tuple[list[LayerConfig], SharedBlockConfig | None]:
+    """The layers of Zamba2, of which some share blocks in turn, and those blocks."""
+    refuse(config, use_long_context=False)
+    hybrid = [index for index, kind in enumerate(config["layer_types"][: len(layers)]) if kind == "hybrid"]
+    count = min(config["num_mem_blocks"], len(hybrid))
+    if not hybrid:
+        return layers, None
+    for number, index in enumerate(hybrid):
+        layers[index] = dataclasses.replace(layers[index], shared_block=number % count)
+    activation: Any = ACTIVATIONS.get(config["hidden_act"])
+    if activation is None:
+        raise config.wrong("hidden_act", f"one of {', '.join(ACTIVATIONS)}")
+    size = config.get("intermediate_size") or 4 * config["hidden_size"]
+    mlp = MLPConfig(size, activation, bool(config.get("add_bias_linear", False)))
+    has_adapters = bool(config.get("use_shared_attention_adapter", False))
+    options = _options(config, "attention", hybrid[0])
+    return layers, SharedBlockConfig(count, options, mlp, config["adapter_rank"], has_adapters)
 
 
 def _falcon_norms(config: Entries) -> Norms:

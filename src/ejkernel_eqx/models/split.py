@@ -12,6 +12,10 @@ def split_options(config: DecoderConfig, axis: str | None, order: str) -> dict[s
     """The options of each mixer of a model whose tokens a mesh axis splits."""
     branches = [branch for layer in config.layers for branch in (layer, layer.beside) if branch is not None]
     names = dict.fromkeys(branch.mixer for branch in branches)
+    if axis is not None and config.shared_blocks is not None:
+        raise ValueError(
+            f"sequence_axis: expected None for a model with shared blocks, received {axis!r}; it needs all tokens of a row."
+        )
     if axis is None:
         if order != "contiguous":
             raise ValueError(

@@ -117,7 +117,7 @@ class Engine:
             )
         self.max_batch, self.step_tokens, self.overlap = max_batch, step_tokens, overlap
         self.speculate, drafts = speculate, 0 if speculate is None else speculate.num_draft_tokens
-        mixers = [mixer for stack in model.stacks for layer in stack for mixer in layer.mixers]
+        mixers = [mixer for stack in model.mixers for mixer in stack]
         attention = [mixer for mixer in mixers if isinstance(mixer, _PAGED)]
         self.pages = Pages(num_pages) if attention else None
         self.window, recurrent = _window(attention), len(attention) < len(mixers)

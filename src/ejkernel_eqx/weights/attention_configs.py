@@ -11,6 +11,8 @@ from .hybrid_configs import hybrid_layer_type
 _FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 _ONE_WINDOW = ("mistral", "ministral3", "mixtral", "phi3", "minimax", "qwen3_moe", "starcoder2")
 """Models whose layers are all alike."""
+_TYPES = {"llama4_text": (_FULL, _CHUNKED), "zamba2": ("hybrid",)}
+"""The types of layers with attention, where they are not full and sliding."""
 _ORIGINAL = "original_max_position_embeddings"
 _INTERLEAVED = ("cohere", "cohere2", "ernie4_5", "glm4", "helium", "llama4_text")
 _LAYER = "MultiHeadAttention"
@@ -42,7 +44,7 @@ def attention_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
         config = _of_one_layer(config, layer_index, found)
     heads, width = take(config, "num_attention_heads", "n_head"), take(config, "hidden_size", "n_embd")
     config.check_divides("num_key_value_heads", "num_attention_heads")
-    types = (_FULL, _CHUNKED) if kind == "llama4_text" else (_FULL, _SLIDING)
+    types = _TYPES.get(kind, (_FULL, _SLIDING))
     check_type(config, layer_index, found, types, _LAYER)
     options: dict[str, Any] = {
         "embed_dim": width,
@@ -94,6 +96,8 @@ def _rotates(config: Entries, index: int, found: str) -> bool:
         return found == _SLIDING and config.get("sliding_window") is not None
     if kind == "exaone4":
         return found == _SLIDING or config.get("sliding_window") is None
+    if kind == "zamba2":
+        return bool(config["use_mem_rope"])
     if kind == "olmo_hybrid":  # where a base of null stands for none
         rope = config.inner("rope_parameters")
         named = rope if "rope_theta" in set(rope) else config
@@ -320,6 +324,12 @@ def _falcon_h1(config: Config, layer_index: int) -> dict[str, Any]:
     return {"softmax_scale": head_width(config) ** -0.5 * factor**2 * config["key_multiplier"]}
 
 
+def _zamba2(config: Entries, layer_index: int) -> dict[str, Any]:
+    """Of tokens and their embeddings side by side."""
+    width, dim = take(config, "hidden_size"), head_width(config)
+    return {"embed_dim": 2 * width, "output_size": width, "softmax_scale": (dim / 2) ** -0.5}
+
+
 def _qwen3_next(config: Config, layer_index: int) -> dict[str, Any]:
     refuse(config, attn_output_gate=True)
     return _qk_norm(config, layer_index) | {"output_gate": True}
@@ -341,6 +351,7 @@ _NO_BIAS = (
     "mistral",
     "mixtral",
     "phi3",
+    "zamba2",
 )
 _BIASES |= dict.fromkeys(_NO_BIAS, (False, False))
 """The biases of models whose configuration does not say it."""
@@ -379,5 +390,6 @@ _OTHERS: dict[str, Callable[[Entries, int], dict[str, Any]]] = {
     "qwen3_5_text": _qwen3_next,
     "qwen3_5_moe_text": _qwen3_next,
     "stablelm": _phi,
+    "zamba2": _zamba2,
 }
 """The other options of models by their type."""

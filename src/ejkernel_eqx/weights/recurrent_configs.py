@@ -30,10 +30,12 @@ def mamba1_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
 
 
 def mamba2_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
-    """The arguments of `Mamba2Mixer` (`mamba2`, `bamba`, `falcon_h1`, `granitemoehybrid`, `nemotron_h`)."""
+    """The arguments of `Mamba2Mixer` (`mamba2`, `bamba`, `falcon_h1`, `granitemoehybrid`, `nemotron_h`, `zamba2`)."""
     config = _read(config, layer_index, "Mamba2Mixer")
     if config["model_type"] == "falcon_h1":
         return _granite_mamba2(config) | _falcon_mamba2(config)
+    if config["model_type"] == "zamba2":
+        return _zamba2(config)
     if config["model_type"] in ("bamba", "granitemoehybrid"):
         return _granite_mamba2(config)
     of_mamba = "mamba_" if config["model_type"] == "nemotron_h" else ""
@@ -67,6 +69,25 @@ def _granite_mamba2(config: Entries) -> dict[str, Any]:
         "inner_dim": inner,
         "dt_limit": _time_steps(config),
         **_flags(config, "use_conv_bias=mamba_conv_bias use_bias=mamba_proj_bias"),
+    }
+
+
+def _zamba2(config: Entries) -> dict[str, Any]:
+    inner, heads = (
+        _expanded(config, take(config, "hidden_size"), "mamba_expand"),
+        take(config, "n_mamba_heads"),
+    )
+    if inner % heads:
+        raise config.wrong("n_mamba_heads", f"a divisor of the {inner} features of mamba_expand")
+    config.check_divides("mamba_ngroups", "n_mamba_heads")
+    sizes = "state_size=mamba_d_state num_groups=mamba_ngroups conv_width=mamba_d_conv"
+    return {
+        **taken(config, f"embed_dim=hidden_size {sizes}"),
+        "head_dim": inner // heads,
+        "inner_dim": inner,
+        "norm_eps": 1e-5,  # published code does not read the configuration's for this norm
+        "dt_limit": (float(config["time_step_min"]), math.inf),
+        **_flags(config, "use_bias=add_bias_linear"),
     }
 
 
@@ -177,6 +198,9 @@ def _read(
     entries = read_model(config, layer)
     kind = layer_type(entries, layer_index, lambda index: default(entries, index))
     if entries["model_type"] != "falcon_h1":  # whose layers have attention and Mamba-2 each
-        check_type(entries, layer_index, kind, (_LINEAR,), layer)
-    refuse(entries, hidden_act=("silu", "swish"), mamba_hidden_act=("silu", "swish"))
+        types = (_LINEAR, "hybrid") if entries["model_type"] == "zamba2" else (_LINEAR,)
+        check_type(entries, layer_index, kind, types, layer)
+    if entries["model_type"] != "zamba2":  # where it is that of the MLPs
+        refuse(entries, hidden_act=("silu", "swish"))
+    refuse(entries, mamba_hidden_act=("silu", "swish"))
     return entries
