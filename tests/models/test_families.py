@@ -1,5 +1,6 @@
 """Published families beyond their logits: texts from caches, pages, a training step; and what their entries mean."""
 
+import dataclasses
 import functools
 import json
 import tempfile
@@ -150,6 +151,13 @@ def test_an_unknown_name_is_told_the_nearest_one():
         ("nemotron_h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act"),
         ("nemotron_h", {"mlp_hidden_act": "silu2"}, "hidden_act: expected one of .*'silu2'"),
         ("nemotron_h", {"mlp_bias": True}, "mlp_bias"),
+        ("zamba2", {"use_long_context": True}, "use_long_context"),
+        ("zamba2", {"hidden_act": "silu2"}, "hidden_act: expected one of"),
+        ("zamba2", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act"),
+        ("zamba2", {"num_attention_heads": 3, "num_key_value_heads": 3}, "of the 16 features of hidden_size"),
+        ("zamba2", {"n_mamba_heads": 3}, "n_mamba_heads: expected a divisor of the 16 features"),
+        ("zamba2", {"mamba_ngroups": 3}, "mamba_ngroups: expected a divisor of n_mamba_heads=4"),
+        ("zamba2", {"layers_block_type": ["mamba", "attention"], "num_hidden_layers": 2}, "type 'full_attention'"),
         ("jamba", {"num_experts_per_tok": 4}, "num_experts_per_tok: expected at most the 3 experts"),
     ],
 )
@@ -433,6 +441,57 @@ def test_shared_keys_of_gemma_4(tmp_path):
     with pytest.raises(
         ValueError, match="sequence_axis: expected None for a model with cross_layer_attention"
     ):
+        ejx.models.from_config(GOLDEN[kind]["config"], sequence_axis="s", key=jax.random.key(0))
+
+
+@pytest.mark.slow
+def test_layers_share_blocks(tmp_path):
+    """There is one copy of a block. Its gradient is the sum of those of copies, one for each layer."""
+    kind = "zamba2 with one block"
+    prefixes = [f"model.layers.{index}.shared_transformer." for index in (0, 2)]
+    arrays = drawn(GOLDEN[kind]["shapes"])
+    copies = {
+        name.replace(*prefixes): x for name, x in arrays.items() if "shared_transformer" in name
+    }  # with low-rank products of both layers
+    apart = {name: x for name, x in (arrays | copies).items() if "adapter_list" not in name}
+    apart |= {name: x for name, x in arrays.items() if "adapter_list.0" in name}
+    apart |= {name: x for name, x in copies.items() if "adapter_list.1" in name}
+
+    def model(arrays: Any, **config: Any) -> Any:
+        (tmp_path / "config.json").write_text(json.dumps(GOLDEN[kind]["config"] | config))
+        save_file(arrays, tmp_path / "model.safetensors")
+        return ejx.models.from_pretrained(tmp_path, dtype="float32")
+
+    shared, unshared = model(arrays), model(apart, num_mem_blocks=2)
+    assert [len(one.shared_blocks) for one in (shared, unshared)] == [1, 2]
+    loss = lambda model, rows: model.loss(model.features(rows[:, :-1]), rows[:, 1:])
+    step, rows = eqx.filter_jit(eqx.filter_value_and_grad(loss)), jnp.asarray(tokens())
+    (value, grads), (other, of_copies) = step(shared, rows), step(unshared, rows)
+    assert abs(float(value - other)) < 1e-5 * abs(float(other))
+    summed = jax.tree.map(jnp.add, *of_copies.shared_blocks)
+    for found, expected in zip(jax.tree.leaves(grads.shared_blocks[0]), jax.tree.leaves(summed)):
+        np.testing.assert_allclose(found, expected, atol=1e-4 * float(jnp.max(jnp.abs(expected))))
+    # A file may hold the copies, if they are equal.
+    same = lambda a, b: np.testing.assert_array_equal(a, b) if eqx.is_array(a) else None
+    jax.tree.map(same, model(arrays | copies), shared)
+    changed = {name: x + 1 for name, x in copies.items() if "q_proj" in name}
+    with pytest.raises(
+        ejx.CheckpointError, match=r"layers\.2.*the weights of '.*layers\.0.*share this block"
+    ):
+        model(arrays | copies | changed)
+
+
+def test_blocks_that_are_none():
+    kind, (layer, *_) = "zamba2", ejx.models.decoder_config(GOLDEN["zamba2"]["config"]).layers
+    with pytest.raises(
+        ValueError, match=r"layers\[0\]\.shared_block: expected None or the number of one of the 0"
+    ):
+        ejx.models.DecoderConfig(61, 8, (dataclasses.replace(layer, shared_block=0),))
+    with pytest.raises(ValueError, match="shared_block: expected None but in a layer of a mixer alone"):
+        dataclasses.replace(layer, shared_block=0, mlp=ejx.models.MLPConfig(8))
+    with pytest.raises(ValueError, match="options: expected an entry 'num_kv_heads'"):
+        ejx.models.SharedBlockConfig(1, {"num_heads": 2}, ejx.models.MLPConfig(8), 4)
+    with pytest.raises(ValueError, match="sequence_axis: expected None for a model with shared blocks"):
         ejx.models.from_config(GOLDEN[kind]["config"], sequence_axis="s", key=jax.random.key(0))
 
 

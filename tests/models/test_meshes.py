@@ -62,6 +62,7 @@ def test_shardings_that_are_none(sharding, message, tmp_path):
         ("explicit", "qwen2", "triton-interpret"),
         ("explicit without context", "mamba2", "triton-interpret"),
         ("automatic", "mixtral", "xla"),
+        ("explicit", "zamba2", "xla"),
     ],
 )
 def test_a_published_model_runs_on_a_mesh(kind, name, platform, tmp_path):

@@ -9,6 +9,7 @@ from jax import Array
 
 from .._signatures import Module
 from ..quantised.dequantise import dequantise, is_quantised
+from ..weights.fill import replaced
 from .decoder import Decoder
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "in_proj_qkvz", "out_proj", "qkv_proj")
@@ -63,7 +64,8 @@ def add_lora(model: Decoder, rank: int, *, key: Array) -> Decoder:
     **Returns:** the model; `key` is a PRNG key for the updates.
     """
     is_linear = lambda node: isinstance(node, eqx.nn.Linear)
-    found = jax.tree_util.tree_leaves_with_path(model.stacks, is_leaf=is_linear)
+    parts = {"stacks": model.stacks, "shared_blocks": model.shared_blocks}
+    found = jax.tree_util.tree_leaves_with_path(parts, is_leaf=is_linear)
     count = len(found)
 
     def update(path: Any, node: Any) -> Any:
@@ -72,8 +74,7 @@ def add_lora(model: Decoder, rank: int, *, key: Array) -> Decoder:
         return LoRA(node, rank, key=next(keys))
 
     keys = iter(jax.random.split(key, count))
-    stacks = jax.tree_util.tree_map_with_path(update, model.stacks, is_leaf=is_linear)
-    return eqx.tree_at(lambda m: m.stacks, model, stacks)
+    return replaced(model, jax.tree_util.tree_map_with_path(update, parts, is_leaf=is_linear))
 
 
 def merge_lora(model: Decoder) -> Decoder:
