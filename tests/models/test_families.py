@@ -157,7 +157,11 @@ def test_an_unknown_name_is_told_the_nearest_one():
         ("zamba2", {"num_attention_heads": 3, "num_key_value_heads": 3}, "of the 16 features of hidden_size"),
         ("zamba2", {"n_mamba_heads": 3}, "n_mamba_heads: expected a divisor of the 16 features"),
         ("zamba2", {"mamba_ngroups": 3}, "mamba_ngroups: expected a divisor of n_mamba_heads=4"),
-        ("zamba2", {"layers_block_type": ["mamba", "attention"], "num_hidden_layers": 2}, "type 'full_attention'"),
+        (
+            "zamba2",
+            {"layers_block_type": ["mamba", "attention"], "num_hidden_layers": 2},
+            "type 'full_attention'",
+        ),
         ("jamba", {"num_experts_per_tok": 4}, "num_experts_per_tok: expected at most the 3 experts"),
     ],
 )
