@@ -88,7 +88,7 @@ def from_pretrained(
         `compressed-tensors`.
     - `sharding`: for several devices, a function that says where each weight goes. It receives the path of the weight in the decoder, such as
         `".stacks[0][0].mixer.q_proj.weight"`, and its shape and dtype as a `jax.ShapeDtypeStruct`; it returns a `jax.sharding.Sharding`,
-        or `None` for the default device. Weights of layers have a leading axis, the layers of their stack.
+        or `None` for the default device. Weights of layers have a leading axis, the layers of their stack; those of `.shared_blocks` have none.
     - `options`: those of [`Decoder`][ejkernel_eqx.models.Decoder]: `compute_dtype`, `platform`, `scan_layers`, `remat`, `expert_parallel`,
         `sequence_axis`, `token_order`.
 
