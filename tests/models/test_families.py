@@ -418,13 +418,41 @@ def test_gpt2_as_it_is_published(tmp_path):
     model = ejx.models.from_pretrained(tmp_path, dtype="float32")
     same = lambda a, b: np.testing.assert_array_equal(a, b) if eqx.is_array(a) else None
     jax.tree.map(same, model, model_of("gpt2"))
-    with pytest.raises(ValueError, match="tokens: expected at most 24 in a row"):
-        model(jnp.zeros((1, 25), jnp.int32))
     with pytest.raises(ValueError, match="sequence_axis: expected None for a model with learned positions"):
         ejx.models.from_config(GOLDEN["gpt2"]["config"], sequence_axis="s", key=jax.random.key(0))
-    with pytest.warns(RuntimeWarning, match="the logits of rows .* are not finite"):
-        texts = ejx.models.generate(model, jnp.asarray(tokens()), max_new_tokens=20, stop_tokens=())
-    assert [len(text) for text in texts.texts()] == [12, 12]  # 24 positions, and the token after them
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_more_tokens_than_learned_positions():
+    """24: whole rows, padded ones, segments, rows of a cache; in a program; texts and requests."""
+    model, long = model_of("gpt2"), jnp.zeros((2, 26), jnp.int32)
+    message = "at most 24 tokens, the positions that the model has, received"
+    for given in (None, jnp.asarray([[True] * 26, [False] * 2 + [True] * 24])):
+        with pytest.raises(ValueError, match=f"{message} 26"):
+            model(long, padding_mask=given)
+    real = jnp.broadcast_to(jnp.arange(26) > 1, (2, 26))
+    np.testing.assert_allclose(model(long, padding_mask=real)[:, 2:], model(long[:, 2:]), atol=1e-5)
+    # A segment is a text of its own.
+    halves = model(long, segment_ids=jnp.broadcast_to(jnp.arange(26) // 13, (2, 26)))
+    np.testing.assert_allclose(halves[:, 13:], model(long[:, 13:]), atol=1e-5)
+    _, cache = model(long[:, :23], model.init_cache(2, 32))
+    _, cache = model(long[:, :1], cache)
+    with pytest.raises(ValueError, match=f"{message} 25"):
+        model(long[:, :1], cache)
+    with pytest.raises(Exception, match=f"{message} more"):
+        jax.block_until_ready(eqx.filter_jit(lambda cache: model(long[:, :1], cache)[0])(cache))
+    ids = jnp.asarray(tokens())
+    with pytest.raises(
+        ValueError, match=r"max_new_tokens: expected .* in 24 positions, .* received 13 \+ 13"
+    ):
+        ejx.models.generate(model, ids, max_new_tokens=13)
+    texts = ejx.models.generate(model, ids, max_new_tokens=12, stop_tokens=())
+    assert bool(texts.finite.all()) and [len(text) for text in texts.texts()] == [12, 12]
+    engine = ejx.serving.Engine(model, num_pages=8, page_size=8, max_batch=2)
+    with pytest.raises(
+        ValueError, match=r"prompt: expected at most 24 tokens including new ones, received 13 \+ 12"
+    ):
+        engine.submit(tokens()[0].tolist(), max_new_tokens=12)
 
 
 def test_shared_keys_of_gemma_4(tmp_path):

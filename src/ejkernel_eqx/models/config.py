@@ -232,8 +232,8 @@ class DecoderConfig:
     - `logits_scale`: what logits are multiplied by (Granite, Cohere).
     - `norm_type`: `"rms"`; `"layer"` for layer norms, which subtract the mean; `"layer_without_bias"` (Cohere).
     - `head_bias`: whether the head, where it is not the embedding, has a bias (Phi-2).
-    - `max_positions`: how many positions have an embedding, which is added to that of the token (GPT-2, OPT); default none. Tokens behind them
-        have NaN.
+    - `max_positions`: how many positions have an embedding, which is added to that of the token (GPT-2, OPT); default none. Longer
+        texts are an error; a program for a GPU goes on, and tokens behind them have NaN.
     - `layer_embedding`: features of an embedding of the tokens for each layer, which is added behind the MLP (Gemma 4); default none.
     - `shared_blocks`: a `SharedBlockConfig`: blocks that layers share (Zamba2); default none.
     - `published`: the `config.json` that it was read from, if any, as text; for `save_pretrained` only, and left out of comparisons.

@@ -19,6 +19,8 @@ from .decoder import Decoder
 MESH_AXES = ("data", "sequence", "tensor")
 """The axes of a mesh that [`place`][ejkernel_eqx.models.place] knows."""
 DATA, SEQUENCE, TENSOR = MESH_AXES
+_ROWS = (".embedding", ".embed_tokens_per_layer", ".head.weight", "gate_proj.weight", "up_proj.weight")
+_COLUMNS = ("_proj.weight", "_projection.weight", ".per_layer_input_gate.weight", ".linear.weight")
 
 
 def partition_spec(path: str, leaf: Any, model: Decoder, mesh: Mesh) -> P:
@@ -48,11 +50,11 @@ def partition_spec(path: str, leaf: Any, model: Decoder, mesh: Mesh) -> P:
 def _axes(path: str, model: Decoder, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The axes that split the rows and the columns of a matrix."""
     whole, fully, tensor = (), (DATA, SEQUENCE), (TENSOR,)
-    if path.endswith((".embedding", ".head.weight", "gate_proj.weight", "up_proj.weight")):
+    if path.endswith(_ROWS):
         return tensor, fully
     if path.endswith("down_proj.weight"):
         return fully, tensor
-    if not path.endswith("_proj.weight"):
+    if not path.endswith(_COLUMNS):
         return whole, whole
     if heads := re.search(r"\.stacks\[(\d+)\]\[(\d+)\]\.mixer\.([qkvo])_proj\.weight$", path):
         mixer = model.stacks[int(heads[1])][int(heads[2])].mixer

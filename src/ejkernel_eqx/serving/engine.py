@@ -77,7 +77,8 @@ class Engine:
     - `num_pages`, `page_size`: the pages of each attention layer, and tokens per page.
     - `max_batch`: the maximum number of concurrent sequences, and of slots for the states of recurrent layers.
     - `step_tokens`: the maximum number of tokens per step; at least `max_batch`.
-    - `max_length`: the maximum number of tokens of a request, including the prompt; by default, and at most, what all pages hold. If all
+    - `max_length`: the maximum number of tokens of a request, including the prompt; by default, and at most, what all pages hold and
+        what a model that learned its positions has of them. If all
         layers have sliding windows, it may be larger, up to 2**20 pages.
     - `kv_dtype`: the dtype of the pages, by default that of the model; int8, float8_e4m3fn and float8_e5m2 are quantised by token and head.
     - `overlap`: whether a step starts before the tokens of the one before are known.
@@ -138,7 +139,7 @@ class Engine:
         # A row of the page table has an entry for every page, including freed ones behind a window.
         room = held if self.window is None else max(held, min(2**20 * self.page_size, 2**30))
         most = held if max_length is None else read_integer("max_length", max_length, 1, error=ValueError)
-        self.max_length = min(room, most)
+        self.max_length = min(room, most, model.config.max_positions or room)
         self.compiled: collections.Counter[str] = collections.Counter()
         self.steps = self.tokens_computed = self.tokens_written = self.peak_pages = 0
         self.drafts_offered = self.drafts_accepted = 0
