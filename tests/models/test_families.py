@@ -152,11 +152,12 @@ def test_an_unknown_name_is_told_the_nearest_one():
         ("nemotron_h", {"mlp_hidden_act": "silu2"}, "hidden_act: expected one of .*'silu2'"),
         ("nemotron_h", {"mlp_bias": True}, "mlp_bias"),
         ("zamba2", {"use_long_context": True}, "use_long_context"),
+        ("zamba2", {"use_conv_bias": False}, "use_conv_bias"),
         ("zamba2", {"hidden_act": "silu2"}, "hidden_act: expected one of"),
         ("zamba2", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act"),
         ("zamba2", {"num_attention_heads": 3, "num_key_value_heads": 3}, "of the 16 features of hidden_size"),
-        ("zamba2", {"n_mamba_heads": 3}, "n_mamba_heads: expected a divisor of the 16 features"),
-        ("zamba2", {"mamba_ngroups": 3}, "mamba_ngroups: expected a divisor of n_mamba_heads=4"),
+        ("zamba2", {"n_mamba_heads": 3}, "the 16 features of mamba_expand over mamba_n_heads=3"),
+        ("zamba2", {"mamba_ngroups": 3}, "mamba_n_groups: expected a divisor of mamba_n_heads=4"),
         (
             "zamba2",
             {"layers_block_type": ["mamba", "attention"], "num_hidden_layers": 2},
@@ -424,35 +425,38 @@ def test_gpt2_as_it_is_published(tmp_path):
 
 @pytest.mark.usefixtures("unchecked")
 def test_more_tokens_than_learned_positions():
-    """24: whole rows, padded ones, segments, rows of a cache; in a program; texts and requests."""
+    """24: in a row, behind a cache, and in a program; in texts and requests."""
     model, long = model_of("gpt2"), jnp.zeros((2, 26), jnp.int32)
     message = "at most 24 tokens, the positions that the model has, received"
     for given in (None, jnp.asarray([[True] * 26, [False] * 2 + [True] * 24])):
         with pytest.raises(ValueError, match=f"{message} 26"):
             model(long, padding_mask=given)
-    real = jnp.broadcast_to(jnp.arange(26) > 1, (2, 26))
-    np.testing.assert_allclose(model(long, padding_mask=real)[:, 2:], model(long[:, 2:]), atol=1e-5)
-    # A segment is a text of its own.
-    halves = model(long, segment_ids=jnp.broadcast_to(jnp.arange(26) // 13, (2, 26)))
-    np.testing.assert_allclose(halves[:, 13:], model(long[:, 13:]), atol=1e-5)
-    _, cache = model(long[:, :23], model.init_cache(2, 32))
-    _, cache = model(long[:, :1], cache)
+    _, cache = model(long[:, :24], model.init_cache(2, 32))
     with pytest.raises(ValueError, match=f"{message} 25"):
         model(long[:, :1], cache)
     with pytest.raises(Exception, match=f"{message} more"):
         jax.block_until_ready(eqx.filter_jit(lambda cache: model(long[:, :1], cache)[0])(cache))
-    ids = jnp.asarray(tokens())
     with pytest.raises(
         ValueError, match=r"max_new_tokens: expected .* in 24 positions, .* received 13 \+ 13"
     ):
-        ejx.models.generate(model, ids, max_new_tokens=13)
-    texts = ejx.models.generate(model, ids, max_new_tokens=12, stop_tokens=())
-    assert bool(texts.finite.all()) and [len(text) for text in texts.texts()] == [12, 12]
+        ejx.models.generate(model, tokens(), max_new_tokens=13)
     engine = ejx.serving.Engine(model, num_pages=8, page_size=8, max_batch=2)
     with pytest.raises(
         ValueError, match=r"prompt: expected at most 24 tokens including new ones, received 13 \+ 12"
     ):
         engine.submit(tokens()[0].tolist(), max_new_tokens=12)
+
+
+@pytest.mark.slow
+def test_learned_positions_are_those_of_each_text():
+    """Padding has none, each segment is a text of its own, and all may be used."""
+    model, long = model_of("gpt2"), jnp.asarray(tokens(2, 26))
+    real = jnp.broadcast_to(jnp.arange(26) > 1, (2, 26))
+    np.testing.assert_allclose(model(long, padding_mask=real)[:, 2:], model(long[:, 2:]), atol=1e-5)
+    halves = model(long, segment_ids=jnp.broadcast_to(jnp.arange(26) // 13, (2, 26)))
+    np.testing.assert_allclose(halves[:, 13:], model(long[:, 13:]), atol=1e-5)
+    texts = ejx.models.generate(model, tokens(), max_new_tokens=12, stop_tokens=())
+    assert bool(texts.finite.all()) and [len(text) for text in texts.texts()] == [12, 12]
 
 
 def test_shared_keys_of_gemma_4(tmp_path):

@@ -48,11 +48,15 @@ def test_a_mesh_of_two_axes_gives_the_loss_of_one_device():
         ({"tensor": 4}, "mixer.k_proj", (1, 16, 32), P()),
         ({"data": 4}, "mlp.up_proj", (1, 64, 30), P()),
         ({"tensor": 2}, "mixer_norm", (1, 32), P()),
+        # What Gemma 4 and Zamba2 have besides.
+        ({"data": 2, "tensor": 2}, ".layer_embedding.embed_tokens_per_layer", (48, 64), P("tensor", "data")),
+        ({"data": 2}, "per_layer_projection", (1, 32, 8), P(None, None, "data")),
+        ({"data": 2, "tensor": 2}, ".shared_blocks[0].feed_forward.down_proj.weight", (32, 64), P("data", "tensor")),
     ],
 )  # fmt: skip
 def test_how_an_array_is_split(sizes, path, shape, spec):
     leaf = jax.ShapeDtypeStruct(shape, jnp.float32)
-    name = f".stacks[0][0].{path}.weight"
+    name = path if path.startswith(".") else f".stacks[0][0].{path}.weight"
     found = models.partition_spec(name, leaf, decoder(), mesh_of(**sizes))
     assert tuple(found) == tuple(spec)
 

@@ -171,10 +171,6 @@ class Decoder(Module):
         options |= {"platform": platform, "compute_dtype": self.compute_dtype}
         self.positions = None
         if config.max_positions is not None:
-            if sequence_axis is not None:
-                raise ValueError(
-                    f"sequence_axis: expected None for a model with learned positions, received {sequence_axis!r}; it needs all tokens of a row."
-                )
             self.positions = normal(jax.random.fold_in(key, 2), (config.max_positions, width), dtype)
         blocks = config.shared_blocks
         block_keys = jax.random.split(jax.random.fold_in(key, 3), 0 if blocks is None else blocks.count)

@@ -139,13 +139,17 @@ def filled_decoder(model: Any, weights: Any) -> Any:
 def _views_of_layers(model: Any, body: Any) -> Callable[[int], tuple[Any, ...]]:
     """From the number of a layer to the views that `filled_layer` takes."""
     name, layers = _layers_of(body), model.config.layers
-    blocks, adapters = _blocks(body, layers), {}
-    shared = [index for index, layer in enumerate(layers) if layer.shared_block is not None]
-    for number, index in enumerate(shared):  # all those of a block stand in its first layer
-        first = _views_of_block(model, body, layers[index].shared_block)[0]
-        adapters[index] = [first.at(f"{adapter}.{number}") for adapter in _ADAPTERS.values()]
-    at = lambda block: body.at(f"{name}.{block}")
-    return lambda index: (*map(at, blocks[index]), *adapters.get(index, ()))
+    blocks, at = _blocks(body, layers), lambda block: body.at(f"{name}.{block}")
+    sharing = [index for index, layer in enumerate(layers) if layer.shared_block is not None]
+
+    def views(index: int) -> tuple[Any, ...]:
+        of_block = []
+        if index in sharing:  # what all layers of a block have of it stands in the first
+            first = _views_of_block(model, body, layers[index].shared_block)[0]
+            of_block = [first.at(f"{beside}.{sharing.index(index)}") for beside in _ADAPTERS.values()]
+        return *map(at, blocks[index]), *of_block
+
+    return views
 
 
 def _views_of_block(model: Any, body: Any, number: int) -> list[Any]:
@@ -157,9 +161,7 @@ def _views_of_block(model: Any, body: Any, number: int) -> list[Any]:
 def _filled_block(block: Any, views: list[Any]) -> Any:
     new = fill(block, views[0])
     for view in views[1:]:
-        if not view.names():
-            continue
-        if not all(map(jnp.array_equal, *(jax.tree.leaves(fill(block, one)) for one in (views[0], view)))):
+        if view.names() and not eqx.tree_equal(fill(block, view), new):
             raise CheckpointError(
                 f"{view.prefix!r}: expected the weights of {views[0].prefix!r}, as layers share this block, received others; "
                 "the model was trained with blocks that are not shared, for which there is no Decoder."
@@ -264,10 +266,12 @@ def _written(index: Any, x: Any, buffer: Any) -> Any:
 def filled_layer(layer: Any, view: Any, of_mlp: Any, *of_adapters: Any) -> Any:
     """`of_mlp`: the view of the MLP and its norms, where it is a block of its own; `of_adapters`: those of `_ADAPTERS`."""
     if of_adapters:
-        both = zip(_ADAPTERS, of_adapters)
-        adapters: dict[str, Any] = {name: fill(getattr(layer.block_adapters, name), at) for name, at in both}
-        adapters["linear"] = fill(layer.block_adapters.linear, view.at("linear"))
-        layer = replaced(layer, {"block_adapters": replaced(layer.block_adapters, adapters)})
+        own = layer.block_adapters
+        beside = {
+            name: fill(low, dict(zip(_ADAPTERS, of_adapters))[name]) for name, low in own.beside.items()
+        }
+        own = replaced(own, {"linear": fill(own.linear, view.at("linear")), "beside": beside})
+        layer = replaced(layer, {"block_adapters": own})
         view = of_mlp = view.at("mamba_decoder")
     names = _NORM_NAMES[layer.config.norms]
     if view.has("post_self_attn_layernorm.weight"):

@@ -38,13 +38,10 @@ class SharedBlock(Module):
 
 
 class LowRank(Module):
-    """A product of two matrices, to which `down` and `up` belong, beside a projection."""
+    """A product of two matrices beside a projection."""
 
     down: Array  # [R, in]
     up: Array  # [out, R]
-
-    def __init__(self, parts: Parts, features: int, rank: int, out: int):
-        self.down, self.up = parts.linear(features, rank).weight, parts.linear(rank, out).weight
 
     def _published(self, weights: Any) -> "LowRank":
         return fill_fields(self, weights, {"down": "0.weight", "up": "1.weight"})
@@ -54,52 +51,44 @@ class Adapted(Module):
     """A projection with a low-rank product added to it."""
 
     base: Any
-    down: Array  # [R, in]
-    up: Array  # [out, R]
+    beside: LowRank
 
     def over_rows(self, name: str, x: Array, features: int) -> Array:
         y = project(name, self.base, x, features)
-        return y + laid_out_as(y, product(product(x, self.down), self.up))
+        return y + laid_out_as(y, product(product(x, self.beside.down), self.beside.up))
 
 
 class BlockAdapters(Module):
     """What a layer has of its own of the block that it shares: low-rank products beside projections, and a projection behind the block."""
 
-    q_proj: LowRank | None
-    k_proj: LowRank | None
-    v_proj: LowRank | None
-    gate_up_proj: LowRank  # the rows of the gate first
+    beside: dict[
+        str, LowRank
+    ]  # by the names of the projections; of "gate_up_proj", the rows of the gate are first
     linear: eqx.nn.Linear  # [E, E]
 
     def __init__(self, embed_dim: int, config: SharedBlockConfig, dtype: Any, key: Array):
-        parts, rank, sizes = Parts(key, 9, dtype, None), config.adapter_rank, dict(config.options)
+        parts, rank, options = Parts(key, 9, dtype, None), config.adapter_rank, dict(config.options)
         self.linear = parts.linear(embed_dim, embed_dim)
-        self.gate_up_proj = LowRank(parts, embed_dim, rank, 2 * config.mlp.hidden_dim)
-
-        def beside(heads: str) -> LowRank | None:
-            width = sizes[heads] * sizes["head_dim"]
-            return LowRank(parts, 2 * embed_dim, rank, width) if config.attention_adapters else None
-
-        self.q_proj, self.k_proj, self.v_proj = map(beside, ("num_heads", "num_kv_heads", "num_kv_heads"))
+        sizes = {"gate_up_proj": (embed_dim, 2 * config.mlp.hidden_dim)}
+        if config.attention_adapters:
+            heads = {"q_proj": "num_heads", "k_proj": "num_kv_heads", "v_proj": "num_kv_heads"}
+            sizes |= {name: (2 * embed_dim, options[n] * options["head_dim"]) for name, n in heads.items()}
+        weight = lambda *features: parts.linear(*features).weight
+        self.beside = {name: LowRank(weight(i, rank), weight(rank, o)) for name, (i, o) in sizes.items()}
 
     def __call__(
         self, block: SharedBlock, x: Array, start: Array, cache: Any, rows: dict[str, Any]
     ) -> tuple[Array, Any]:
         """What the block gives for tokens and their embeddings `[..., T, E]`, and the new cache of its attention."""
-        h = normed(block.input_layernorm, jnp.concatenate([x, start], axis=-1))
-        attention, mlp, both = block.self_attn, block.feed_forward, self.gate_up_proj
-        beside = {"q_proj": self.q_proj, "k_proj": self.k_proj, "v_proj": self.v_proj}
-        attention = replaced(
-            attention,
-            {
-                name: Adapted(getattr(attention, name), low.down, low.up)
-                for name, low in beside.items()
-                if low is not None
-            },
+        both = self.beside["gate_up_proj"]
+        gate, up = (LowRank(both.down, part) for part in jnp.split(both.up, 2))
+        adapted = lambda layer, beside: replaced(
+            layer, {name: Adapted(getattr(layer, name), low) for name, low in beside.items()}
         )
-        gate, up = jnp.split(both.up, 2)
-        new = {"gate_proj": Adapted(mlp.gate_proj, both.down, gate)}
-        mlp = replaced(mlp, new | {"up_proj": Adapted(mlp.up_proj, both.down, up)})
+        mlp = adapted(block.feed_forward, {"gate_proj": gate, "up_proj": up})
+        of_heads = {name: low for name, low in self.beside.items() if low is not both}
+        attention = adapted(block.self_attn, of_heads)
+        h = normed(block.input_layernorm, jnp.concatenate([x, start], axis=-1))
         h, cache = (attention(h, **rows), None) if cache is None else attention(h, cache, **rows)
         h = mlp(normed(block.pre_ff_layernorm, h.astype(x.dtype)))
         return project("linear", self.linear, h, x.shape[-1]), cache

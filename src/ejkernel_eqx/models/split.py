@@ -12,17 +12,14 @@ def split_options(config: DecoderConfig, axis: str | None, order: str) -> dict[s
     """The options of each mixer of a model whose tokens a mesh axis splits."""
     branches = [branch for layer in config.layers for branch in (layer, layer.beside) if branch is not None]
     names = dict.fromkeys(branch.mixer for branch in branches)
-    if axis is not None and config.shared_blocks is not None:
-        raise ValueError(
-            f"sequence_axis: expected None for a model with shared blocks, received {axis!r}; it needs all tokens of a row."
-        )
     if axis is None:
         if order != "contiguous":
             raise ValueError(
                 f"token_order: expected 'contiguous' without sequence_axis, received {order!r}; name the mesh axis that splits the tokens."
             )
         return {}
-    if whole := [name for name in names if name in _WHOLE]:
+    others = {"learned positions": config.max_positions, "shared blocks": config.shared_blocks}
+    if whole := [*(n for n, it in others.items() if it is not None), *(n for n in names if n in _WHOLE)]:
         raise ValueError(
             f"sequence_axis: expected None for a model with {whole[0]}, which needs all tokens of a row, received {axis!r}; without it, they are "
             "gathered."

@@ -71,7 +71,9 @@ def _nemotron_h(config: Entries) -> Entries:
 
 
 def _zamba2(config: Entries) -> Entries:
-    """With the features of a head, which takes tokens and their embeddings side by side."""
+    """With what published code computes. Attention takes tokens and their embeddings side by side."""
+    limit = [config.get("time_step_min", 1e-3), math.inf]
+    config = config.changed(time_step_limit=limit, mamba_d_head="auto")
     width, heads = config.get("hidden_size"), config.get("num_attention_heads")
     if not width or not heads:
         return config
@@ -79,7 +81,8 @@ def _zamba2(config: Entries) -> Entries:
         raise config.wrong(
             "num_attention_heads", f"a divisor of the {2 * width} features of hidden_size, twice"
         )
-    return config.changed(head_dim=2 * width // heads)
+    size = config.get("intermediate_size") or 4 * width
+    return config.changed(head_dim=2 * width // heads, intermediate_size=size)
 
 
 _IS_FULL: dict[Any, Callable[[Entries, int], bool]] = {
@@ -119,7 +122,12 @@ _RENAMED: dict[Any, dict[str, str]] = {
         "time_step_min": "mamba_dt_min",
         "use_conv_bias": "mamba_conv_bias",
     },
-    "zamba2": {"layer_types": "layers_block_type"},
+    "zamba2": {
+        "layer_types": "layers_block_type",
+        "mamba_n_groups": "mamba_ngroups",
+        "mamba_n_heads": "n_mamba_heads",
+        "mamba_proj_bias": "add_bias_linear",
+    },
 }
 _OTHERS: dict[Any, Callable[[Entries], Entries]] = {
     "lfm2": _lfm2,

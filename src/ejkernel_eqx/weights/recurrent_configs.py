@@ -34,8 +34,10 @@ def mamba2_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
     config = _read(config, layer_index, "Mamba2Mixer")
     if config["model_type"] == "falcon_h1":
         return _granite_mamba2(config) | _falcon_mamba2(config)
-    if config["model_type"] == "zamba2":
-        return _zamba2(config)
+    if (
+        config["model_type"] == "zamba2"
+    ):  # whose published code does not read the configuration's epsilon for this norm
+        return _granite_mamba2(config) | {"norm_eps": 1e-5}
     if config["model_type"] in ("bamba", "granitemoehybrid"):
         return _granite_mamba2(config)
     of_mamba = "mamba_" if config["model_type"] == "nemotron_h" else ""
@@ -62,6 +64,7 @@ def _granite_mamba2(config: Entries) -> dict[str, Any]:
         raise config.wrong(
             "mamba_d_head", f"'auto' or the {inner} features of {given} over mamba_n_heads={heads}"
         )
+    config.check_divides("mamba_n_groups", "mamba_n_heads")
     sizes = "state_size=mamba_d_state num_groups=mamba_n_groups conv_width=mamba_d_conv norm_eps=rms_norm_eps"
     return {
         **taken(config, f"embed_dim=hidden_size {sizes}"),
@@ -69,25 +72,6 @@ def _granite_mamba2(config: Entries) -> dict[str, Any]:
         "inner_dim": inner,
         "dt_limit": _time_steps(config),
         **_flags(config, "use_conv_bias=mamba_conv_bias use_bias=mamba_proj_bias"),
-    }
-
-
-def _zamba2(config: Entries) -> dict[str, Any]:
-    inner, heads = (
-        _expanded(config, take(config, "hidden_size"), "mamba_expand"),
-        take(config, "n_mamba_heads"),
-    )
-    if inner % heads:
-        raise config.wrong("n_mamba_heads", f"a divisor of the {inner} features of mamba_expand")
-    config.check_divides("mamba_ngroups", "n_mamba_heads")
-    sizes = "state_size=mamba_d_state num_groups=mamba_ngroups conv_width=mamba_d_conv"
-    return {
-        **taken(config, f"embed_dim=hidden_size {sizes}"),
-        "head_dim": inner // heads,
-        "inner_dim": inner,
-        "norm_eps": 1e-5,  # published code does not read the configuration's for this norm
-        "dt_limit": (float(config["time_step_min"]), math.inf),
-        **_flags(config, "use_bias=add_bias_linear"),
     }
 
 
