@@ -484,10 +484,10 @@ def test_shared_keys_of_gemma_4(tmp_path):
 def test_layers_share_blocks(tmp_path):
     """There is one copy of a block. Its gradient is the sum of those of copies, one for each layer."""
     kind = "zamba2 with one block"
-    prefixes = [f"model.layers.{index}.shared_transformer." for index in (0, 2)]
+    first, second = (f"model.layers.{index}.shared_transformer." for index in (0, 2))
     arrays = drawn(GOLDEN[kind]["shapes"])
     copies = {
-        name.replace(*prefixes): x for name, x in arrays.items() if "shared_transformer" in name
+        name.replace(first, second): x for name, x in arrays.items() if "shared_transformer" in name
     }  # with low-rank products of both layers
     apart = {name: x for name, x in (arrays | copies).items() if "adapter_list" not in name}
     apart |= {name: x for name, x in arrays.items() if "adapter_list.0" in name}

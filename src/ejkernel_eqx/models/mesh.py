@@ -81,7 +81,8 @@ def place(tree: Any, model: Decoder, mesh: Mesh) -> Any:
 
     Axis `data` is for the rows of a batch and `sequence` for their tokens. Over both together, each device keeps a part of every matrix, which is
     gathered where it multiplies (fully sharded data parallelism). Axis `tensor` splits the heads of attention, the hidden features of MLPs and
-    the vocabulary. An array that an axis does not divide stays whole along it; so do vectors, and experts.
+    the vocabulary. An array that an axis does not divide stays whole along it; so do vectors, and experts. Heads of shared blocks
+    (Zamba2) are not split.
 
     ```python
     mesh = jax.make_mesh((2, 2), ("data", "tensor"))  # explicit axes
