@@ -517,6 +517,21 @@ def test_layers_share_blocks(tmp_path):
         model(arrays | copies | changed)
 
 
+@pytest.mark.slow
+def test_updates_of_shared_blocks():
+    """Behind the low-rank products that the model has itself."""
+    model, rows = model_of("zamba2"), jnp.asarray(tokens())
+    updated = ejx.models.add_lora(model, 2, key=jax.random.key(1))
+    is_lora = lambda node: isinstance(node, ejx.models.LoRA)
+    drawn = lambda node: eqx.tree_at(lambda m: m.b, node, jnp.ones_like(node.b)) if is_lora(node) else node
+    blocks = jax.tree.map(drawn, updated.shared_blocks, is_leaf=is_lora)
+    updated = eqx.tree_at(lambda m: m.shared_blocks, updated, blocks)
+    merged, logits = ejx.models.merge_lora(updated), updated(rows)
+    largest = float(jnp.max(jnp.abs(logits)))
+    np.testing.assert_allclose(merged(rows), logits, atol=1e-5 * largest)
+    assert float(jnp.max(jnp.abs(model(rows) - logits))) > 1e-2 * largest
+
+
 def test_blocks_that_are_none():
     kind, (layer, *_) = "zamba2", ejx.models.decoder_config(GOLDEN["zamba2"]["config"]).layers
     with pytest.raises(
