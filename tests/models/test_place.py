@@ -8,6 +8,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from ejkernel_eqx import models
+from tests.models.cases import tokens
+from tests.models.test_published import folder_of
 from tests.tolerances import assert_close
 
 ATTENTION = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
@@ -34,6 +36,19 @@ def test_a_mesh_of_two_axes_gives_the_loss_of_one_device():
     lse = np.log(np.sum(np.exp(expected), -1))
     expected = np.mean(lse - np.take_along_axis(expected, batch[:, 1:, None], -1)[..., 0])
     assert_close(loss, expected, dtype="float32")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt2", "gemma4_text whole", "zamba2"])
+def test_what_stands_beside_layers(kind, tmp_path, enable_x64):
+    """Learned positions, embeddings for each layer and shared blocks: features and texts are those of one device."""
+    mesh, batch = mesh_of(data=2, tensor=2), tokens(4, 13)
+    model = models.from_pretrained(folder_of(kind, tmp_path), dtype="float64")
+    placed, (inputs, _) = models.place(model, model, mesh), models.place_tokens(batch, mesh)
+    features = eqx.filter_jit(lambda model, ids: model.features(ids))
+    assert_close(features(placed, inputs), features(model, batch[:, :-1]), dtype="float64")
+    continued = lambda *given: models.generate(*given, max_new_tokens=4, stop_tokens=()).tokens
+    np.testing.assert_array_equal(continued(placed, inputs), continued(model, batch[:, :-1]))
 
 
 @pytest.mark.parametrize(
