@@ -1,17 +1,16 @@
 """The models that `train_lm.py` trains: decoders of bytes by the names of their layers, or published ones."""
 
 import dataclasses
-import json
 import pathlib
 from typing import Any
 
 import equinox as eqx
 import jax
-from console import UsageError
 from jax import Array
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx.models import Decoder, DecoderConfig, LayerConfig, MLPConfig, MoEConfig
+from ejkernel_eqx.models.pretrained import read_config
 
 VOCABULARY = 256  # bytes
 NUM_EXPERTS = 8
@@ -99,25 +98,11 @@ def cast(model: Decoder, dtype: Any) -> Decoder:
     return jax.tree_util.tree_map_with_path(one, model)
 
 
-def read_config(folder: pathlib.Path) -> dict[str, Any]:
-    """The configuration of a published model, with what ends a text, as in `from_pretrained`."""
-    try:
-        config = _read_object(folder / "config.json")
-        generation = folder / "generation_config.json"
-        if generation.is_file():
-            stop = _read_object(generation).get("eos_token_id")
-            own = config["text_config"] if isinstance(config.get("text_config"), dict) else config
-            own["eos_token_id"] = own.get("eos_token_id") if stop is None else stop
-        return config
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(
-            f"--model: expected the folder of a published model with a config.json, received {str(folder)!r} ({error}); "
-            "huggingface_hub.snapshot_download(name) downloads one."
-        ) from error
-
-
-def _read_object(path: pathlib.Path) -> dict[str, Any]:
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
-        raise ValueError(f"{path.name} holds no JSON object, but {type(found).__name__}")
-    return found
+def published_config(folder: pathlib.Path) -> dict[str, Any]:
+    """The configuration of a published model, with its stop tokens, as `from_pretrained` reads them."""
+    config = dict(read_config(folder / "config.json"))
+    if (beside := folder / "generation_config.json").is_file():
+        text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+        if (stop := read_config(beside).get("eos_token_id")) is not None:
+            text["eos_token_id"] = stop
+    return config

@@ -2,16 +2,12 @@
 
     python examples/lora.py --model Qwen3-0.6B --quantise int4
 
-is `train_lm.py` with `--lora 16`, here beside weights of 4 bits (QLoRA, Dettmers et al. 2023, arXiv:2305.14314).
+is `train_lm.py --lora 16`, here beside weights of 4 bits (QLoRA, Dettmers et al. 2023, arXiv:2305.14314).
 """
 
 import sys
 
-from ejkernel_eqx.models.lora import add_lora as add_lora
-from ejkernel_eqx.models.lora import merge_lora as merge_lora
-from ejkernel_eqx.models.lora import trained as trained
+from train_lm import main
 
 if __name__ == "__main__":
-    from train_lm import main
-
     sys.exit(main(["--lora", "16", *sys.argv[1:]]))

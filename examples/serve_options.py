@@ -1,9 +1,8 @@
 """The options of `serve_lm.py`."""
 
 import argparse
-import os
+import codecs
 import pathlib
-import re
 import sys
 
 import jax
@@ -15,21 +14,16 @@ from ejkernel_eqx.models import Sampling
 
 ENGINE_SIZES = ("num_pages", "page_size", "max_batch", "step_tokens", "max_length")
 KV_DTYPES = ["auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2"]
-ESCAPES = {"\\n": 10, "\\r": 13, "\\t": 9, "\\0": 0, "\\\\": 92}
 
 
-def one_byte(text: str) -> int:
-    """Parses `--stop`: a character, or an escape such as \\n."""
-    if text in ESCAPES:
-        return ESCAPES[text]
-    if match := re.fullmatch(r"\\x([0-9a-fA-F]{2})", text):
-        return int(match[1], 16)
-    data = os.fsencode(text)
-    if len(data) != 1 or text == "\\":
+def unescaped(text: str) -> str:
+    """Parses `--stop`, in which \\n is a line break."""
+    try:
+        return codecs.decode(text.encode("latin-1", "backslashreplace"), "unicode_escape")
+    except UnicodeDecodeError as error:
         raise argparse.ArgumentTypeError(
-            f"expected one byte, such as . or one of {' '.join(ESCAPES)} \\x7f, received {text}"
-        )
-    return data[0]
+            f"expected a text or escapes such as \\n, received {text}"
+        ) from error
 
 
 def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace:
@@ -38,36 +32,22 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     )
     add = parser.add_argument
     add("--checkpoint", type=pathlib.Path, default=pathlib.Path("runs/train_lm/checkpoint.ejx"))
-    add(
-        "--model",
-        type=pathlib.Path,
-        metavar="FOLDER",
-        help="folder of a published model to serve instead (config.json, safetensors, tokenizer.json)",
-    )
+    add("--model", type=pathlib.Path, metavar="FOLDER", help="a published model, instead of a checkpoint")
     add("--prompts", default="-", help="a file with one prompt per line; - is standard input (the default)")
-    add(
-        "--out",
-        type=pathlib.Path,
-        help="also write JSON lines to this file, one for each request when it ends",
-    )
-    add(
-        "--max-new-tokens",
-        type=int,
-        default=100,
-        help="tokens to generate for each prompt (bytes for a byte-level model)",
-    )
+    add("--out", type=pathlib.Path, help="also write a line of JSON to this file when a request ends")
+    add("--max-new-tokens", type=int, default=100, help="tokens to generate for each prompt")
     add(
         "--stop",
-        type=one_byte,
-        help="end a text at this byte, e.g. '\\n', or its token; default: the model's stop tokens",
+        type=unescaped,
+        help="end a text before this string, e.g. '\\n'; model's stop tokens also end it",
     )
     add("--temperature", type=float, default=0.0, help="0 (the default) takes the most likely token")
-    add("--top-k", type=int, default=0, help="sample from this many most likely tokens; 0 for all")
+    add("--top-k", type=int, default=0, help="draw from this many most likely tokens; 0 for all")
     add(
         "--top-p",
         type=float,
         default=1.0,
-        help="sample from the most likely tokens whose probabilities sum to this",
+        help="draw from the most likely tokens with this probability together",
     )
     add("--seed", type=int, default=0)
     add("--max-batch", type=int, default=8, help="maximum number of concurrent sequences")
@@ -79,12 +59,8 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
         type=int,
         help="maximum tokens of a request with its prompt (default: what all pages hold)",
     )
-    add(
-        "--num-draft-tokens",
-        type=int,
-        default=0,
-        help="tokens looked up in each text and verified in a step; 0 (the default) for none",
-    )
+    drafts = "tokens looked up in each text and verified in a step; 0 (the default) for none"
+    add("--num-draft-tokens", type=int, default=0, help=drafts)
     add(
         "--kv-dtype", choices=KV_DTYPES, default="auto", help="of keys and values; 8-bit dtypes are quantised"
     )
@@ -121,4 +97,9 @@ def check_files(args: argparse.Namespace) -> None:
     if args.model is None and not args.checkpoint.is_file():
         raise UsageError(
             f"--checkpoint: there is no file {str(args.checkpoint)!r}; make one with examples/train_lm.py, or pass the path of an existing one."
+        )
+    inputs = [path for path in (args.checkpoint, pathlib.Path(args.prompts)) if path.exists()]
+    if args.out is not None and args.out.exists() and any(map(args.out.samefile, inputs)):
+        raise UsageError(
+            f"--out: expected a file other than the inputs, received {str(args.out)!r}; pass another."
         )

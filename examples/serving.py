@@ -11,13 +11,13 @@ import pathlib
 
 import jax
 from architectures import Architecture, make_model
-from vocabulary import vocabulary_of
+from training_text import tokenizer_of
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx.models import Sampling
 from ejkernel_eqx.serving import Engine
 
-PREFIX = b"The following is a list of words. Each of them begins with the letter that comes before it. "
+PREFIX = "The following is a list of words. Each of them begins with the letter that comes before it. "
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -30,26 +30,26 @@ def main(argv: list[str] | None = None) -> None:
         model = make_model(Architecture(64, 2, 4, 2), key=jax.random.key(0))
     else:
         model = ejx.models.from_pretrained(args.model)
-    vocabulary = vocabulary_of(args.model or pathlib.Path())
+    tokenizer = tokenizer_of(args.model or pathlib.Path())
     engine = Engine(model, num_pages=128, max_batch=4, step_tokens=64)
 
-    prompts = [PREFIX + letter.encode() + b": " for letter in "ABCDE"]
+    prompts = [tokenizer.encode(f"{PREFIX}{letter}: ") for letter in "ABCDE"]
     tokens = {}
     for seed, prompt in enumerate(prompts):
         sampling = Sampling(temperature=0.7, top_p=0.9, seed=seed)
-        number = engine.submit(vocabulary.encode(prompt), max_new_tokens=16, sampling=sampling)
+        number = engine.submit(prompt, max_new_tokens=16, sampling=sampling)
         tokens[number] = []
     last = number
     for event in engine.run():
         tokens[event.request].append(event.token)
         if event.finish is not None:
-            print(f"request {event.request} ({event.finish}): {vocabulary.decode(tokens[event.request])!r}")
+            print(f"request {event.request} ({event.finish}): {tokenizer.decode(tokens[event.request])!r}")
         if event.request == 0 and len(tokens[0]) == 8:
             engine.cancel(last)
             print(f"request {last}: cancelled")
     print(
         f"{engine.tokens_written} tokens in {engine.steps} steps, which computed {engine.tokens_computed}; "
-        f"the prompts have {sum(len(vocabulary.encode(prompt)) for prompt in prompts)}"
+        f"the prompts have {sum(map(len, prompts))}"
     )
 
 

@@ -39,18 +39,17 @@ from jax import Array
 from tqdm import tqdm
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.models import Decoder
+from ejkernel_eqx.models import add_lora, Decoder, merge_lora
+from ejkernel_eqx.models.lora import trained
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 import train_options
-from architectures import Architecture, cast, make_model, read_config
+from architectures import Architecture, cast, make_model, published_config
 from console import drop_output, interruptible, UsageError
-from lora import add_lora, merge_lora, trained
 from training_log import Log
-from vocabulary import keep_vocabulary, load_data, vocabulary_of
+from training_text import keep_tokenizer, load_data, tokenizer_of
 
 VALIDATION_BATCHES = 4
-OLDER = {"mlp": "dense", "quantise": None}  # of checkpoints from before there were other kinds
 
 
 class TrainState(NamedTuple):
@@ -85,7 +84,7 @@ def make_optimiser(args: argparse.Namespace) -> optax.GradientTransformation:
 def architecture_of(args: argparse.Namespace) -> dict[str, Any]:
     """What must match between a checkpoint and a run; stored in its header."""
     if args.model is not None:
-        return {"published": read_config(args.model), "lora": args.lora, "quantise": args.quantise}
+        return {"published": published_config(args.model), "lora": args.lora, "quantise": args.quantise}
     return {field.name: getattr(args, field.name) for field in dataclasses.fields(Architecture)}
 
 
@@ -190,7 +189,7 @@ def load_checkpoint(path: pathlib.Path, args: argparse.Namespace) -> TrainState:
         return f"a configuration of {value.get('model_type')}" if isinstance(value, dict) else repr(value)
 
     def like(architecture: dict[str, Any]) -> TrainState:
-        pairs = {k: ((OLDER | architecture).get(k), asked) for k, asked in architecture_of(args).items()}
+        pairs = {k: (architecture.get(k), asked) for k, asked in architecture_of(args).items()}
         different = [f"{k}={short(a)} (requested: {short(b)})" for k, (a, b) in pairs.items() if a != b]
         if different:
             raise UsageError(
@@ -246,15 +245,15 @@ def write_sample(args: argparse.Namespace) -> None:
     """Generates text from the checkpoint on disk, on one device."""
     args = argparse.Namespace(**{**vars(args), "mesh": None})
     state = load_checkpoint(args.out_dir / "checkpoint.ejx", args)
-    model, vocabulary = cast(merge_lora(state.model), args.dtype), vocabulary_of(args.out_dir)
-    prompt = vocabulary.encode(args.prompt.encode() or b"\n")
+    model, tokenizer = cast(merge_lora(state.model), args.dtype), tokenizer_of(args.out_dir)
+    prompt = tokenizer.encode(args.prompt or "\n")
     sampling = ejx.models.Sampling(args.temperature, min(args.top_k, model.config.vocab_size), seed=args.seed)
     start = time.perf_counter()
     found = ejx.models.generate(model, [prompt], max_new_tokens=args.sample_length, sampling=sampling)
     tokens = found.texts()[0]
-    text = vocabulary.decode([*prompt, *tokens]).decode(errors="replace")
+    text = tokenizer.decode([*prompt, *tokens])
     (args.out_dir / "sample.txt").write_text(text, encoding="utf-8")
-    what = f"{len(tokens)} {vocabulary.unit} from the checkpoint of step {state.step}"
+    what = f"{len(tokens)} tokens from the checkpoint of step {state.step}"
     print(f"--- {what} ({time.perf_counter() - start:.1f} s) ---\n{text}\n---")
 
 
@@ -268,11 +267,11 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:  # from our checks of heads, sizes and the file
         raise UsageError(str(error)) from error
     args.out_dir.mkdir(parents=True, exist_ok=True)
-    vocabulary = keep_vocabulary(args.model, args.out_dir)
-    data, held_out = load_data(args.data, args.seq_len, vocabulary)
+    tokenizer = keep_tokenizer(args.model, args.out_dir)
+    data, held_out = load_data(args.data, args.seq_len, tokenizer)
     count = sum(x.size for x in jax.tree.leaves(eqx.filter(state.model, trained(state.model))))
     print(
-        f"{count:,} parameters, {len(data):,} {vocabulary.unit} to train on, {len(held_out):,} held out, "
+        f"{count:,} parameters, {len(data):,} tokens to train on, {len(held_out):,} held out, "
         f"{args.dtype} on {jax.devices()[0].device_kind}, step {state.step} of {args.steps}"
     )
     if args.tune:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import pytest
 
-MODULES = ("lora", "vocabulary", "train_lm", "serve_lm", "serving", "streams")
-SHARED = ("architectures", "console", "serve_options", "train_options", "training_log")
+MODULES = ("train_lm", "serve_lm", "serving")
+SHARED = ("architectures", "console", "serve_options", "train_options", "training_log", "training_text")
 SMALL = "--batch-size 8 --seq-len 32 --embed-dim 32 --num-layers 2 --num-heads 4 --num-kv-heads 2".split()
 SMALL += "--validate-every 10 --checkpoint-every 10 --sample-length 20 --learning-rate 1e-2".split()
 
@@ -17,12 +17,9 @@ SMALL += "--validate-every 10 --checkpoint-every 10 --sample-length 20 --learnin
 class Examples(NamedTuple):
     """The modules, as they import one another beside each other."""
 
-    lora: Any
-    vocabulary: Any
     train_lm: Any
     serve_lm: Any
     serving: Any
-    streams: Any
 
     def train(self, *options: object) -> int:
         with jax.numpy_dtype_promotion("standard"):  # optax counts in integers

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
+from ejkernel_eqx.serving.text import ByteTokenizer
 from tests.processes import environment, programs
 from tests.tolerances import assert_close
 
@@ -51,7 +52,7 @@ def test_train_resume_and_generate(examples, tmp_path, text, capsys):
     folder = tmp_path / "run"
     options = ["--data", text, "--out-dir", folder, *SMALL, "--prompt", "the quick "]
     out, err = run("train_lm.py", *options, "--steps", 20)
-    assert "20 bytes from the checkpoint of step 20" in out and "the quick " in out
+    assert "20 tokens from the checkpoint of step 20" in out and "the quick " in out
     # There is no bar where there is no terminal.
     assert "\r" not in out + err and "it/s" not in err and "step/s" not in err
     first = losses_of(folder)
@@ -108,7 +109,7 @@ def test_a_resumed_run_continues_exactly(examples, train_lm, tmp_path, text, mon
     assert float(rows[0][0]["learning_rate"]) == 0.0
     assert float(rows[0][1]["learning_rate"]) == pytest.approx(1e-2)
     first = train_lm.make_state(args, train_lm.architecture_of(args)).model
-    tokens = jnp.asarray(batch_at(train_lm.load_data(text, args.seq_len)[0], 0, args))
+    tokens = jnp.asarray(batch_at(train_lm.load_data(text, args.seq_len, ByteTokenizer())[0], 0, args))
     gradient = eqx.filter_jit(eqx.filter_grad(lambda m: train_lm.mean_loss(m, tokens, "float32")))(first)
     squares = sum(float(np.sum(np.square(g, dtype=np.float64))) for g in jax.tree.leaves(gradient))
     assert_close(np.float32(rows[0][0]["gradient_norm"]), squares**0.5, kind="gradient")
@@ -141,7 +142,7 @@ def test_a_mesh_trains_as_one_device(examples, tmp_path, text, capsys, mesh, pla
         folder = tmp_path / name
         run = ["--data", text, *SMALL, *options, *more, "--out-dir", folder, "--sample-length", 2]
         assert examples.train(*run, "--steps", 3) == 0
-        assert "2 bytes from the checkpoint of step 3" in capsys.readouterr().out
+        assert "2 tokens from the checkpoint of step 3" in capsys.readouterr().out
         losses.append([loss for _, loss in losses_of(folder)])
     assert len(losses[0]) == 3 and losses[1] == pytest.approx(losses[0], abs=1e-3)
 
@@ -182,7 +183,7 @@ def test_tuning_before_training(tmp_path, text, monkeypatch):
     folder = tmp_path / "run"
     out, _ = run("train_lm.py", "--data", text, "--out-dir", folder, *SMALL, "--steps", 2, "--tune")
     assert ".attention: flash_attention" in out and "from: autotune" in out
-    assert len(losses_of(folder)) == 2 and "20 bytes from the checkpoint of step 2" in out
+    assert len(losses_of(folder)) == 2 and "20 tokens from the checkpoint of step 2" in out
 
 
 @pytest.mark.slow
@@ -215,7 +216,7 @@ BOTH = "--mixer gla,attention --num-layers 3"
     ("options", "code", "message"),
     [
         ("--data /no/such/place", 2, "'/no/such/place' does not exist; check the path"),
-        ("--data EMPTY", 2, "--data: expected more than 660 bytes for sequences of 32, found 0"),
+        ("--data EMPTY", 2, "--data: expected more than 660 tokens for sequences of 32, found 0"),
         ("--resume", 2, "there is no checkpoint"),
         ("--steps 0", 2, "--steps: expected a positive number, received 0"),
         ("--num-heads 3", 2, "num_heads: expected a divisor of embed_dim=32, received 3"),
@@ -255,10 +256,10 @@ def test_a_checkpoint_of_another_architecture_is_named(train_lm, tmp_path, capsy
 
 def test_data_is_split_by_file_and_in_a_fixed_order(train_lm, tmp_path):
     for i in range(40):
-        (tmp_path / f"{i:02}.txt").write_bytes(bytes([100 + i]) * 50)
-    train, validation = train_lm.load_data(tmp_path, 50)
-    assert validation.tobytes() == bytes([110]) * 50 + b"\n" + bytes([130]) * 50
-    assert train.tobytes() == b"\n".join(bytes([100 + i]) * 50 for i in range(40) if i not in (10, 30))
+        (tmp_path / f"{i:02}.txt").write_bytes(bytes([80 + i]) * 50)
+    train, validation = train_lm.load_data(tmp_path, 50, ByteTokenizer())
+    assert bytes(validation.tolist()) == bytes([90]) * 50 + b"\n" + bytes([110]) * 50
+    assert bytes(train.tolist()) == b"\n".join(bytes([80 + i]) * 50 for i in range(40) if i not in (10, 30))
 
 
 @pytest.mark.slow

@@ -6,13 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.models import Decoder, DecoderConfig, LayerConfig, MLPConfig
+from ejkernel_eqx.models import Decoder, DecoderConfig, LayerConfig, lora, MLPConfig
 from tests.tolerances import assert_close
 
 LAYER = LayerConfig("attention", {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}, MLPConfig(64))
 
 
-def test_updates_train_on_quantised_weights(examples):
+def test_updates_train_on_quantised_weights():
     """Their gradients are those on the model of the numbers; codes and scales stay; the merged model computes the same."""
     model = Decoder(DecoderConfig(40, 32, (LAYER, LAYER)), key=jax.random.key(0))
     base = ejx.quantise(model, "int4")
@@ -20,7 +20,7 @@ def test_updates_train_on_quantised_weights(examples):
 
     @eqx.filter_jit
     def step(model):
-        train, rest = eqx.partition(model, examples.lora.trained(model))
+        train, rest = eqx.partition(model, lora.trained(model))
 
         def loss(train):
             model = eqx.combine(train, rest)
@@ -28,7 +28,7 @@ def test_updates_train_on_quantised_weights(examples):
 
         return eqx.filter_grad(loss)(train)
 
-    updated = examples.lora.add_lora(base, 2, key=jax.random.key(1))
+    updated = lora.add_lora(base, 2, key=jax.random.key(1))
     grads = [step(m) for m in (updated, ejx.dequantise(updated))]
     leaves, wanted = (jax.tree.leaves(g) for g in grads)
     assert len(leaves) == len(wanted) > 0
@@ -44,5 +44,5 @@ def test_updates_train_on_quantised_weights(examples):
     for a, b in zip(*stored, strict=True):
         np.testing.assert_array_equal(a, b)
     out = eqx.filter_jit(lambda m: m(tokens))
-    assert_close(out(examples.lora.merge_lora(trained)), out(trained))
+    assert_close(out(lora.merge_lora(trained)), out(trained))
     assert not np.allclose(out(trained), out(base))

@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import ejkernel_eqx as ejx
+from ejkernel_eqx.serving.text import Tokenizer
 from tests.models.cases import GOLDEN
 from tests.models.test_published import weights_of
 
@@ -39,9 +40,9 @@ SMALL = "--batch-size 2 --seq-len 16 --steps 3 --sample-length 4 --temperature 0
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("config.json", "[1]", "config.json holds no JSON object, but list"),
+        ("config.json", "[1]", "config.json' holds no JSON object, but list"),
         ("config.json", '{"model_type": "llama", "text_config": 3}', "text_config: expected an object"),
-        ("generation_config.json", "3", "generation_config.json holds no JSON object, but int"),
+        ("generation_config.json", "3", "generation_config.json' holds no JSON object, but int"),
     ],
 )
 def test_configurations_of_no_model(examples, folder, tmp_path, capsys, name, content, message):
@@ -62,11 +63,11 @@ def check_served(examples, folder, out, options, model, prompts, capsys):
     given = [*options, "--prompts", path, "--out", out, *SIZES.split()]
     assert examples.serve_lm.main([*map(str, given)]) == 0
     records = {record["request"]: record for record in map(json.loads, out.read_text().splitlines())}
-    vocabulary, shown = examples.vocabulary.vocabulary_of(folder), capsys.readouterr().out
+    tokenizer, shown = Tokenizer(folder / "tokenizer.json"), capsys.readouterr().out
     for index, prompt in enumerate(prompts):
-        begin = vocabulary.encode(prompt.encode())
+        begin = tokenizer.encode(prompt)
         new = ejx.models.generate(model, [begin], max_new_tokens=5).texts()[0]
-        whole = vocabulary.decode([*begin, *new]).decode()
+        whole = tokenizer.decode([*begin, *new])
         assert records[index]["prompt"] + records[index]["text"] == whole
         assert records[index]["tokens"] == 5 and whole in shown
 
@@ -105,7 +106,7 @@ def test_lora_beside_quantised_weights(examples, folder, tmp_path, capsys):
     _, error = run(
         "lora.py", "--model", tmp_path / "none", "--quantise", "int8", "--out-dir", tmp_path, code=2
     )
-    assert "--model: expected the folder of a published model" in error
+    assert "config.json' is not there. Give the folder of a published model" in error
 
 
 @pytest.mark.slow
@@ -123,7 +124,7 @@ def test_lora_trains_updates_alone_and_merges(examples, folder, tmp_path, capsys
     np.testing.assert_array_equal(state.model.embedding, before.embedding)
     assert float(jnp.max(jnp.abs(update.b))) > 0
     tokens = jnp.asarray([[5, 6, 7, 8]])
-    merged = examples.lora.merge_lora(state.model)
+    merged = ejx.models.merge_lora(state.model)
     np.testing.assert_allclose(merged(tokens), state.model(tokens), atol=1e-4)
     assert float(jnp.max(jnp.abs(merged(tokens) - before(tokens)))) > 1e-3
     # The checkpoint goes on, and is served with its tokenizer beside it.
@@ -131,7 +132,7 @@ def test_lora_trains_updates_alone_and_merges(examples, folder, tmp_path, capsys
     assert "step 3 of 4" in capsys.readouterr().out
     checkpoint = tmp_path / "run" / "checkpoint.ejx"
     args = examples.train_lm.parse([*map(str, options), "--steps", "4"])
-    merged = examples.lora.merge_lora(examples.train_lm.load_checkpoint(checkpoint, args).model)
+    merged = ejx.models.merge_lora(examples.train_lm.load_checkpoint(checkpoint, args).model)
     served = ["--checkpoint", checkpoint]
     check_served(examples, folder, tmp_path / "out.jsonl", served, merged, ["the quick"], capsys)
 
@@ -141,7 +142,7 @@ def test_lora_trains_updates_alone_and_merges(examples, folder, tmp_path, capsys
     [
         (["--quantise", "int8"], "--quantise: expected --lora with it"),
         (["--lora", "2"], "--lora: expected a rank of at least 1 with --model"),
-        (["--model", "nowhere"], "--model: expected the folder of a published model"),
+        (["--model", "nowhere"], "'nowhere/config.json' is not there. Give the folder of a published model"),
         (["--model", "nowhere", "--mixer", "kda"], "--mixer: expected none beside --model"),
     ],
 )
@@ -156,7 +157,7 @@ def test_a_folder_without_a_tokenizer(examples, folder, tmp_path, capsys):
     assert "has no tokenizer.json" in capsys.readouterr().err
     (tmp_path / "tokenizer.json").write_text("{")
     assert examples.serve_lm.main(["--model", str(tmp_path), "--prompts", str(tmp_path / "config.json")]) == 2
-    assert "is not a tokenizer" in capsys.readouterr().err
+    assert "expected a tokenizer.json" in capsys.readouterr().err
 
 
 def test_a_published_model_is_not_written_over(examples, folder, capsys):
@@ -167,20 +168,8 @@ def test_a_published_model_is_not_written_over(examples, folder, capsys):
     assert (folder / "tokenizer.json").read_text() == kept
 
 
-def test_a_stop_is_one_token_where_texts_begin_with_a_special_one(examples, folder, tmp_path):
-    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.add_special_tokens(["<s>"])
-    template = {"single": "<s> $A", "special_tokens": [("<s>", tokenizer.token_to_id("<s>"))]}
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(**template)
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    args = examples.serve_lm.parse(["--model", str(tmp_path), "--stop", "q"])
-    vocabulary = examples.serve_lm.read_vocabulary(args)
-    assert args.stop == tokenizer.token_to_id("q")
-    assert vocabulary.encode(b"the")[0] == tokenizer.token_to_id("<s>")
-
-
 def test_what_ends_a_text_is_kept_in_a_checkpoint(examples, folder, tmp_path):
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
-    config = examples.train_lm.read_config(tmp_path)
+    config = examples.train_lm.published_config(tmp_path)
     assert ejx.models.decoder_config(config).stop_tokens == (2, 7)

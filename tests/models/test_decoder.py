@@ -259,6 +259,39 @@ def test_mixed_precision():
     close(logits, eqx.filter_jit(model_of("uniform"))(TOKENS), 5000)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"tie_embeddings": True}, {"tie_embeddings": True, "embedding_scale": 768**0.5}], ids=str
+)
+def test_a_new_model_knows_nothing(options):
+    """Its loss is that of equally likely tokens."""
+    layer = LayerConfig("attention", {"num_heads": 4}, MLPConfig(64))
+    model = Decoder(DecoderConfig(2048, 768, (layer,), **options), key=jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (2, 33), 0, 2048)
+    loss = model.loss(model.features(tokens[:, :-1]), tokens[:, 1:])
+    np.testing.assert_allclose(loss, np.log(2048), rtol=0.1)
+
+
+def test_new_positions_are_of_the_size_of_tokens():
+    config = DecoderConfig(500, 32, (FULL,), tie_embeddings=True, max_positions=500)
+    body = dataclasses.replace(
+        config,
+        layers=(dataclasses.replace(FULL, options={"num_heads": 4, "causal": False}),),
+        max_positions=None,
+    )
+    model = Decoder(config, key=jax.random.key(0))
+    encoder = ejx.models.Encoder(
+        ejx.models.EncoderConfig(body, 500, num_token_types=500), key=jax.random.key(0)
+    )
+    tables: Any = (
+        model.embedding,
+        model.positions,
+        encoder.body.embedding,
+        encoder.positions,
+        encoder.token_types,
+    )
+    np.testing.assert_allclose([jnp.std(table) for table in tables], 0.02, rtol=0.05)
+
+
 def test_tuning_and_explaining_find_every_kernel():
     paths = {choice.path for choice in ejx.explain(model_of("hybrid"), TOKENS).choices}
     # Of the pattern, and of what is left.

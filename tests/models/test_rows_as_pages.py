@@ -88,7 +88,7 @@ def arrays_of_rows(tree: Any) -> list[np.ndarray]:
     return [np.asarray(x) for x in jax.tree.leaves(tree) if x.ndim > 2]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", DECODED)
 def test_steps_in_a_loop_are_those_over_rows(name):
     """Prompts of different lengths, then rows of which one is done early."""

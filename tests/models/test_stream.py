@@ -27,7 +27,7 @@ def equal(model: Decoder, prompts: Any, steps_per_call: int = 1, **options: Any)
     np.testing.assert_array_equal(np.stack(steps, axis=-1), whole.tokens[..., : len(steps)])
 
 
-@pytest.mark.parametrize("steps_per_call", [1, 3])
+@pytest.mark.parametrize("steps_per_call", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_steps_are_those_of_a_whole_call(model, steps_per_call):
     """With rows that end at once, later and never, in a call's middle."""
     whole = generate(model, PROMPTS, max_new_tokens=8).texts()

@@ -43,11 +43,17 @@ class Watched(dict):
         return super().__contains__(name)
 
 
-def check_all_entries(read, config):
+def asked_by(read, config):
     watched = Watched(config)
     read(watched)
-    assert len(watched.asked) > 5
-    for name in sorted(watched.asked):
+    return watched.asked
+
+
+def check_all_entries(read, config, known=frozenset()):
+    """All that are read, but for the known ones."""
+    asked = asked_by(read, config)
+    assert len(asked) > 5
+    for name in sorted(asked - known):
         for value in WRONG:
             message = ""
             try:
@@ -64,10 +70,11 @@ READ = ("llama", "phi3", "gemma3_text", "gpt_oss", "mamba", "mamba2", "qwen3_nex
 HYBRIDS = ("bamba", "falcon_h1", "jamba", "lfm2", "lfm2_moe", "nemotron_h", "olmo_hybrid", "zamba2")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [*READ, *HYBRIDS, "deepseek_v2 with groups", "deepseek_v3"])
 def test_every_entry_of_a_model_is_checked(kind):
-    check_all_entries(ejx.models.decoder_config, GOLDEN[kind]["config"])
+    known = asked_by(ejx.models.decoder_config, GOLDEN["llama"]["config"]) if kind != "llama" else set()
+    check_all_entries(ejx.models.decoder_config, GOLDEN[kind]["config"], known)
 
 
 @pytest.mark.parametrize("kind", LAYERS)

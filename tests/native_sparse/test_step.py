@@ -49,7 +49,7 @@ def launched(monkeypatch):
 WAYS = [(("four", "one")[n % 2], name) for n, name in enumerate([*CASES, "bf16", "missing pages"])]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("launches, name", WAYS)
 def test_pages(name, launches, launched):
     """For the blocks that were chosen, which are the best; tokens of no sequence give 0. Whatever is not stored is NaN."""

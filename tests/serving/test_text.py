@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 pytest.importorskip("tokenizers", reason="needs the extra text")
 pytest.importorskip("jinja2", reason="needs the extra text")
 
-from ejkernel_eqx.serving.text import ChatTemplate, ChatTemplateError, TextStream, Tokenizer
+from ejkernel_eqx.serving.text import ByteTokenizer, ChatTemplate, ChatTemplateError, TextStream, Tokenizer
 
 from .byte_tokenizer import byte_tokenizer
 
@@ -38,29 +38,35 @@ def tokenizer(tmp_path_factory):
     return Tokenizer(byte_tokenizer(tmp_path_factory.mktemp("text") / "tokenizer.json"))
 
 
+@pytest.fixture(params=["file", "bytes"])
+def either(request, tokenizer):
+    """The tokenizer of a file, and that without one."""
+    return tokenizer if request.param == "file" else ByteTokenizer()
+
+
 def pieces_of(tokenizer, text, **options):
     stream = tokenizer.stream(**options)
     tokens = tokenizer.encode(text)
     return [*map(stream.push, tokens), stream.end()], stream
 
 
-def test_no_piece_ends_within_a_character(tokenizer):
+def test_no_piece_ends_within_a_character(either):
     text = "aé€𝄞 b"
-    pieces, _ = pieces_of(tokenizer, text)
-    assert "".join(pieces) == text and tokenizer.decode(tokenizer.encode(text)) == text
+    pieces, _ = pieces_of(either, text)
+    assert "".join(pieces) == text and either.decode(either.encode(text)) == text
     assert [piece for piece in pieces if piece] == list(text)
 
 
-def test_bytes_that_are_no_character_are_shown_in_the_end(tokenizer):
-    half = tokenizer.encode("€")[:2]
-    stream = tokenizer.stream()
+def test_bytes_that_are_no_character_are_shown_in_the_end(either):
+    half = either.encode("€")[:2]
+    stream = either.stream()
     assert [stream.push(token) for token in half] == ["", ""] and stream.end() == "\ufffd"
-    stream = tokenizer.stream()
+    stream = either.stream()
     shown = "".join(stream.push(half[1]) for _ in range(40))
     assert 10 < len(shown) < 40 and set(shown) == {"\ufffd"}
     assert shown + stream.end() == "\ufffd" * 40
-    stream = tokenizer.stream()
-    assert "".join(map(stream.push, [*half, *tokenizer.encode("x")])) == "\ufffdx"
+    stream = either.stream()
+    assert "".join(map(stream.push, [*half, *either.encode("x")])) == "\ufffdx"
 
 
 def test_text_continues_a_prompt():
@@ -72,10 +78,11 @@ def test_text_continues_a_prompt():
     assert "".join(map(behind.push, [1, 2])) == " bc"
 
 
-def test_special_tokens_are_not_text(tokenizer):
-    tokens = [256, *tokenizer.encode("ab"), 257]
-    assert tokenizer.decode(tokens) == "ab" and tokenizer.vocab_size == 258
-    stream = tokenizer.stream()
+def test_special_tokens_are_not_text(either):
+    tokens = [256, *either.encode("ab"), 257]
+    assert either.decode(tokens) == "ab"
+    assert either.vocab_size == (256 if isinstance(either, ByteTokenizer) else 258)
+    stream = either.stream()
     assert "".join(map(stream.push, tokens)) + stream.end() == "ab"
 
 

@@ -173,13 +173,13 @@ def is_quantised(x: Any) -> bool:
     return isinstance(x, QuantizedWeight)
 
 
-# Mixtures of experts of both kinds of files, and codes with two scales.
-QUICK = ("mxfp4", "awq experts", "nvfp4")
+# By default mixtures of experts of both kinds of files are kept, and others become floats: blocks, zero points, an order of rows, two scales.
+QUICK = ("mxfp4", "awq experts")
+FLOATS = ("fp8 DeepSeek", "awq", "gptq desc_act", "int4 actorder", "nvfp4")
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in QUICK or "Qwen" in name else ()) for name in CASES],
+    "name", [pytest.param(name, marks=() if name in FLOATS else pytest.mark.slow) for name in CASES]
 )
 def test_floats_are_those_that_the_form_means(name, tmp_path):
     """Bit by bit, but for the factor of NVFP4, which is rounded once."""

@@ -1,4 +1,4 @@
-"""Whole language models on our layers: a decoder and an encoder, described by data; published models; texts continued and embedded."""
+"""Language models of the layers in `ejx.nn`: `Decoder` and `Encoder`, published models, generation of text, vectors of texts, LoRA."""
 
 from .caches import DecoderCache as DecoderCache
 from .caches import ServingCache as ServingCache

@@ -17,10 +17,10 @@ from ..paged import RaggedBatch
 
 
 class DecoderCache(Module):
-    """The caches of all layers of a `Decoder`, a row for each sequence. A pure value: a call takes one and returns the next; donate it to
-    `jit` to have it written in place.
+    """The caches of all layers of a `Decoder`, with one row for each sequence. A call takes a cache and returns a new one. If the old one is donated
+    to `jit`, it is written in place.
 
-    - `stacks`: for each stack of layers the caches of its pattern, whose arrays have a leading axis of repetitions.
+    - `stacks`: for each stack of layers, the caches of its pattern. Their arrays have a leading axis for the repetitions of the pattern.
     """
 
     stacks: tuple[tuple[Any, ...], ...]
@@ -54,7 +54,7 @@ class DecoderCache(Module):
 
     @property
     def overflowed(self) -> Array:
-        """Rows that were full in any layer, bool `[...]`: see [`ejkernel_eqx.nn.KVCache`][]. A single False if no layer has a capacity."""
+        """Bool `[...]`: True for rows that were full in any layer ([`ejkernel_eqx.nn.KVCache`][]). A scalar False if no layer has a capacity."""
         flags = [jnp.any(cache.overflowed, axis=0) for cache in self.bounded]
         return functools.reduce(jnp.logical_or, flags) if flags else jnp.zeros((), bool)
 
@@ -64,27 +64,27 @@ class DecoderCache(Module):
         return [cache for stack in self.stacks for cache in stack if hasattr(cache, "overflowed")]
 
     def check_room(self, tokens: int, padding_mask: Any) -> None:
-        """Raises if a row is known to have no room for so many tokens."""
+        """Raises `ValueError` if a row is known to have no room for so many tokens."""
         for cache in self.bounded:
             check_room(cache, tokens, padding_mask)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays."""
+        """The bytes of all arrays."""
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self))
 
 
 class ServingCache(Module):
-    """The pages and slots of all layers of a `Decoder`, for calls on a `RaggedBatch`; see [`ejkernel_eqx.nn.CacheState`][].
+    """The pages and slots of all layers of a `Decoder`, for calls with `batch=`.
 
-    - `stacks`: a `CacheState` for each stack of layers.
+    - `stacks`: a [`CacheState`][ejkernel_eqx.nn.CacheState] for each stack of layers.
     """
 
     stacks: tuple[CacheState, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages and states."""
+        """The bytes of all pages and states."""
         return sum(stack.nbytes for stack in self.stacks)
 
     def copy_pages(self, source: Int[Numbers, " C"], target: Int[Numbers, " C"]) -> "ServingCache":
@@ -96,5 +96,5 @@ class ServingCache(Module):
         return ServingCache(tuple(stack.copy_states(source, target) for stack in self.stacks))
 
     def accept(self, accepted: Int[Numbers, " N"], batch: RaggedBatch) -> "ServingCache":
-        """Keeps only the first of the tokens of a batch that were drafted, in all layers, as [`ejkernel_eqx.nn.CacheState`][]`.accept`."""
+        """Keeps only the draft tokens that were accepted, in all layers, as [`ejkernel_eqx.nn.CacheState`][]`.accept`."""
         return ServingCache(tuple(stack.accept(accepted, batch) for stack in self.stacks))

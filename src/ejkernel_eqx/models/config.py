@@ -1,4 +1,4 @@
-"""A decoder or an encoder as data: which mixer each layer has, with which norms and which MLP."""
+"""The configurations of decoders and encoders: the mixer, the norms and the MLP of each layer."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -34,8 +34,10 @@ class MLPConfig:
         $(\mathrm{up} + 1) \odot \mathrm{gate} \odot \sigma(1.702\,\mathrm{gate})$, with both clamped at 7.
     - `use_bias`: whether the projections have biases.
     - `gate_scale`: what the gate is multiplied by before $f$ (Falcon-H1).
-    - `gated`: whether there is a gate; without, $W_{down}\,f(W_{up} x)$, where $f$ may also be `"relu2"`, the square of `"relu"` (Arcee), or
-        `"xielu"`, which has parameters (Apertus).
+    - `gated`: whether there is a gate. Without one the MLP is $W_{down}\,f(W_{up} x)$. Then $f$ may also be `"relu2"`, the square of `"relu"`
+        (Arcee), or `"xielu"`, which has parameters (Apertus).
+
+    **Raises:** `ValueError` for an activation that is not known.
     """
 
     hidden_dim: int
@@ -53,12 +55,12 @@ class MLPConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MoEConfig:
-    """A mixture of experts in the place of an MLP.
+    """A mixture of experts instead of an MLP.
 
     **Arguments:**
 
-    - `options`: what [`ejkernel_eqx.nn.MixtureOfExperts`][] is built with, besides the width, dtypes, platform and key: at least `hidden_dim`,
-        `num_experts` and `top_k`. A mapping; kept sorted, so that equal layers are equal.
+    - `options`: a mapping with the arguments of [`ejkernel_eqx.nn.MixtureOfExperts`][], except the width, dtypes, platform and key. `hidden_dim`,
+        `num_experts` and `top_k` are required.
     """
 
     options: Any
@@ -83,7 +85,7 @@ class BranchConfig:
     **Arguments:**
 
     - `mixer`, `options`: as in `LayerConfig`.
-    - `scales`: what the outputs of the first mixer and of this one are multiplied by before they are added.
+    - `scales`: two factors, of the output of the first mixer and of this one. The products are added.
     """
 
     mixer: str
@@ -148,27 +150,33 @@ def _check_scales(name: str, scales: Any, of: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
-    """One layer of a decoder.
+    """One layer of a decoder: a mixer, in which tokens act on each other, and an MLP, which computes on each token.
 
     **Arguments:**
 
-    - `mixer`: what mixes the tokens: a key of `ejx.models.MIXERS`: `"attention"`, `"latent_attention"`, `"native_sparse_attention"`,
+    - `mixer`: a key of `ejx.models.MIXERS`: `"attention"`, `"latent_attention"`, `"native_sparse_attention"`,
         `"mamba1"`, `"mamba2"`, `"gated_linear_attention"`, `"lightning_attention"`, `"kimi_delta_attention"`, `"gated_delta_net"`,
         `"gated_short_convolution"`, `"cross_layer_attention"`.
-    - `options`: what the layer in `ejx.nn` is built with, besides the width, dtypes, platform and key. A mapping; kept sorted, so
-        that equal layers are equal.
-    - `mlp`: an `MLPConfig`, or a `MoEConfig` for a mixture of experts; `None` for none, as in Mamba.
-    - `norms`: where the norms are. `"pre"`: before the mixer and before the MLP (Llama). `"post"`: behind each (OLMo-2).
-        `"around"`: before and behind each (Gemma 2 and 3). `"residual"`: before each, and the residual is the normalised input
-        (MiniMax). `"parallel"`: one, whose output both the mixer and the MLP take; both are added to the residual (Phi-2, Cohere).
-        `"parallel_apart"`: the same with a norm for each (Pythia). `"pre_mlp"`: before the MLP alone (the first layer of ModernBERT).
-    - `mixer_scales`, `mlp_scales`: what the residual and the branch are multiplied by (MiniMax's alpha and beta).
-    - `output_scale`: whether the tokens are multiplied by a learned number behind the MLP (Gemma 4).
-    - `beside`: a `BranchConfig`: a second mixer beside the first; default none.
-    - `experts`: a `MoEConfig`: experts beside the `MLPConfig`, with norms of their own (Gemma 4); default none.
-    - `gives_keys`: whether later layers read the keys and values of this one, an `"attention"`.
-    - `keys_of`: the number of the layer whose keys and values a `"cross_layer_attention"` reads.
-    - `shared_block`: the number of the block of the model's `SharedBlockConfig` whose output the mixer takes, too; for a layer without an MLP.
+    - `options`: a mapping with the arguments of the mixer's class in `ejx.nn`, except the width, dtypes, platform and key.
+    - `mlp`: an `MLPConfig`, or a `MoEConfig` for a mixture of experts; `None` for no MLP, as in Mamba.
+    - `norms`: the places of the norms:
+        - `"pre"`: before the mixer and before the MLP (Llama);
+        - `"post"`: after the mixer and after the MLP (OLMo-2);
+        - `"around"`: before and after both (Gemma 2 and 3);
+        - `"residual"`: before both, and the normalised input is also the residual (MiniMax);
+        - `"parallel"`: one norm, whose output the mixer and the MLP both take; their outputs are added to the residual (Phi-2, Cohere);
+        - `"parallel_apart"`: the same with a norm for each (Pythia);
+        - `"pre_mlp"`: before the MLP alone (the first layer of ModernBERT).
+    - `mixer_scales`, `mlp_scales`: two factors, of the residual and of the branch that is added to it (MiniMax's alpha and beta).
+    - `output_scale`: whether the output of the layer is multiplied by a learned number (Gemma 4).
+    - `beside`: a `BranchConfig` for a second mixer beside the first; default none.
+    - `experts`: a `MoEConfig` for experts beside the MLP, with norms of their own (Gemma 4); default none.
+    - `gives_keys`: whether later layers read the keys and values of this one. Its mixer is then `"attention"`.
+    - `keys_of`: for `"cross_layer_attention"`, the index of the layer whose keys and values it reads.
+    - `shared_block`: the index of a block of `DecoderConfig(shared_blocks=)`, whose output is added to the input of the mixer (Zamba2). Such a
+        layer is a mixer alone.
+
+    **Raises:** `ValueError` for values that do not fit together, with the remedy.
     """
 
     mixer: str
@@ -217,26 +225,29 @@ class LayerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """A whole decoder.
+    """The architecture of a [`Decoder`][ejkernel_eqx.models.Decoder].
 
     **Arguments:**
 
     - `vocab_size`, `embed_dim`: rows and columns of the embedding.
     - `layers`: a `LayerConfig` for each layer.
-    - `norm_eps`: what the norms add to the mean square.
-    - `embedding_scale`: what embeddings are multiplied by ($\\sqrt{E}$ in Gemma).
-    - `tie_embeddings`: whether the head is the embedding.
+    - `norm_eps`: the number that norms add to the mean square.
+    - `embedding_scale`: the factor $s$ of the embeddings ($\\sqrt{E}$ in Gemma).
+    - `tie_embeddings`: whether the head is the embedding. The random embeddings of a new model then have the standard deviation 0.02, over
+        `embedding_scale` if that is above 1. So the first loss is near the logarithm of `vocab_size`. Otherwise they have 1.
     - `logits_soft_cap`: $c$ of $c \\tanh(\\mathrm{logits} / c)$; default none.
     - `unit_offset_norms`: whether the published norms are stored as `weight - 1` (Gemma, Qwen3-Next). For loading only.
     - `stop_tokens`: the tokens with which a text ends; the default of `generate`.
-    - `logits_scale`: what logits are multiplied by (Granite, Cohere).
+    - `logits_scale`: a factor of the logits (Granite, Cohere).
     - `norm_type`: `"rms"`; `"layer"` for layer norms, which subtract the mean; `"layer_without_bias"` (Cohere).
-    - `head_bias`: whether the head, where it is not the embedding, has a bias (Phi-2).
-    - `max_positions`: how many positions have an embedding, which is added to that of the token (GPT-2, OPT); default none. Longer
-        texts are an error; a program for a GPU goes on, and tokens behind them have NaN.
-    - `layer_embedding`: features of an embedding of the tokens for each layer, which is added behind the MLP (Gemma 4); default none.
-    - `shared_blocks`: a `SharedBlockConfig`: blocks that layers share (Zamba2); default none.
-    - `published`: the `config.json` that it was read from, if any, as text; for `save_pretrained` only, and left out of comparisons.
+    - `head_bias`: whether the head has a bias (Phi-2). A head that is the embedding has none.
+    - `max_positions`: the number of learned embeddings of positions, which are added to those of the tokens (GPT-2, OPT); default none. A text of
+        more tokens is an error. In a program for a GPU, the results of tokens at later positions are NaN.
+    - `layer_embedding`: the features of a further embedding of the tokens for each layer, which is added after the MLP (Gemma 4); default none.
+    - `shared_blocks`: a `SharedBlockConfig` for blocks that layers share (Zamba2); default none.
+    - `published`: the text of the `config.json` that this was read from, if any. `save_pretrained` writes it. Comparisons leave it out.
+
+    **Raises:** `ValueError` for values that do not fit together, with the remedy.
     """
 
     vocab_size: int
@@ -300,8 +311,8 @@ class DecoderConfig:
                 )
 
     def stacks(self) -> tuple[tuple[int, int, int], ...]:
-        """The layers as stacks of a repeated pattern: `(first layer, layers of the pattern, how often it is repeated)` for each. One stack where
-        the pattern fits the number of layers; otherwise a second one holds what is left. Layers that give their keys away are repeated once."""
+        """The stacks: for each the index of its first layer, the number of layers in its pattern, and the repetitions of the pattern. If the pattern
+        does not divide the number of layers, a second stack holds the rest. Layers whose keys others read are not repeated."""
         # As numbers, which are compared faster than layers.
         kinds, count = [self.layers.index(layer) for layer in self.layers], len(self.layers)
         giving = [index for index, layer in enumerate(self.layers) if layer.gives_keys]
@@ -324,16 +335,17 @@ def _repeated(kinds: list[int], first: int) -> tuple[tuple[int, int, int], ...]:
 
 @dataclasses.dataclass(frozen=True)
 class EncoderConfig:
-    """A whole encoder.
+    """The architecture of an [`Encoder`][ejkernel_eqx.models.Encoder].
 
     **Arguments:**
 
     - `body`: the embedding, the layers and the last norm, as a `DecoderConfig` without a head (`tie_embeddings`). The mixer of each layer is
         `"attention"` with the option `causal` false.
-    - `num_positions`: the rows of learned positions, which are added to the embedding; 0 for none, as where layers rotate.
-    - `first_position`: the row of the first token of a text (RoBERTa: 2).
-    - `num_token_types`: the kinds of tokens, such as first and second sentence, whose embeddings are added; 0 for none.
-    - `embedding_norm`: whether a norm stands between the embedding and the layers (ModernBERT). In BERT it is that before the first mixer.
+    - `num_positions`: the number of learned embeddings of positions, which are added to those of the tokens. 0 for none, as in models with rotations.
+    - `first_position`: the position of the first token of a text (RoBERTa: 2).
+    - `num_token_types`: the number of types of tokens, such as first and second sentence. Their embeddings are added. 0 for none.
+    - `embedding_norm`: whether there is a norm between the embedding and the layers (ModernBERT). BERT's norm after the embedding is read as the norm
+        before the first mixer.
     """
 
     body: DecoderConfig

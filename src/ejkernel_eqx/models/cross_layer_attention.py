@@ -25,8 +25,12 @@ from ..weights.fill import fill_fields
 
 class CrossLayerAttention(Module):
     r"""Attention of this layer's queries on the keys and values of an earlier layer (cross-layer attention, Brandon et al. 2024,
-    arXiv:2405.12981; Gemma 4): $\mathrm{softmax}(q k^\top) v\, W_o^\top$ with $q = \mathrm{rope}(\mathrm{norm}(x W_q^\top))$. It has no cache
-    of its own. Parameters have their published names."""
+    arXiv:2405.12981; Gemma 4):
+
+    $$y = \mathrm{softmax}(q k^\top)\, v\, W_o^\top, \qquad q = \mathrm{rope}(\mathrm{norm}(x W_q^\top))$$
+
+    where $k$ and $v$ are those of the earlier layer. It has no cache of its own. Parameters have their published names.
+    """
 
     q_proj: eqx.nn.Linear  # [H * D, E]
     o_proj: eqx.nn.Linear  # [E, H * D]
@@ -73,10 +77,10 @@ class CrossLayerAttention(Module):
         self.compute_dtype = parts.compute_dtype
 
     def init_cache(self, *sizes: Any) -> None:
-        """Returns none: keys and values are those of the other layer."""
+        """Returns no cache: the other layer keeps the keys and values."""
 
     def init_pool(self, **sizes: Any) -> None:
-        """Returns none."""
+        """Returns no pool: the other layer has the pages."""
 
     @compiled_call()
     def __call__(
@@ -91,8 +95,8 @@ class CrossLayerAttention(Module):
         """**Arguments:**
 
         - `x`: `[..., T, E]`; with `batch`, `[T, E]`.
-        - `keys`: what the other layer has after its call on the same tokens: its keys and values `[..., T, K, D]`; its `KVCache`; or with `batch`
-            its pages and the batch of its call.
+        - `keys`: the keys and values of the other layer, after its call on the same tokens: two arrays `[..., T, K, D]`; with a cache, its `KVCache`;
+            with `batch`, its pages and the batch of its call.
 
         **Returns:** an array of the shape of `x`.
         """
@@ -127,6 +131,6 @@ class CrossLayerAttention(Module):
         return project("o_proj", self.o_proj, merge_heads(out), self.embed_dim)
 
     def _published(self, weights: Any) -> "CrossLayerAttention":
-        # Some checkpoints hold the projections of keys that this layer does not have.
+        # Some checkpoints hold projections of keys, which this layer does not have.
         weights.skip("k_proj.*", "v_proj.*", "k_norm.*", "v_norm.*")
         return fill_fields(self, weights)

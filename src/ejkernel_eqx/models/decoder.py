@@ -1,4 +1,4 @@
-"""One decoder for all the published ones: described by data, its layers in stacks."""
+"""`Decoder`: one class for all published decoders. A configuration describes its layers, which are stored in stacks."""
 
 import dataclasses
 from typing import Any, Literal, overload
@@ -43,6 +43,10 @@ _KERNELS = (
     "recurrence_saved selective_scan_out selective_scan_state selective_scan_saved"
 ).split()
 _PRODUCTS = ("grouped_matmul_out", "grouped_matmul_saved")
+
+TIED_STD = 0.02
+"""The initial standard deviation of embeddings where the head is the embedding, as in GPT-2. With 1, the logits of a token would be as large as
+the square root of the width, and its own logit as large as the width."""
 
 
 def _policy(remat: str) -> Any:
@@ -96,12 +100,14 @@ class Decoder(Module):
     $$x_0 = s\,E[\mathrm{tokens}], \qquad x_{l+1} = \mathrm{layer}_l(x_l), \qquad
       \mathrm{logits} = c \tanh(W \mathrm{norm}(x_L) / c)$$
 
-    A [`DecoderConfig`][ejkernel_eqx.models.DecoderConfig] describes the layers: Llama, Qwen, Mistral, Gemma, GPT-OSS, OLMo-2,
-    Mamba, Qwen3-Next and others differ in their configuration only. [`from_pretrained`][ejkernel_eqx.models.from_pretrained] reads a published
-    model, [`generate`][ejkernel_eqx.models.generate] continues texts.
+    $E$ is the embedding `[vocabulary, E]` and $W$ the head, which may be the embedding itself. The scale $s$ and the cap $c$ are optional.
 
-    Layers of the same kind are stacked: each array has a leading axis, and the layers are traced once. A pattern of layers (a local and
-    a global one, say) is a stack of that pattern.
+    A [`DecoderConfig`][ejkernel_eqx.models.DecoderConfig] describes the layers. Llama, Qwen, Mistral, Gemma, GPT-OSS, OLMo-2,
+    Mamba, Qwen3-Next and others differ in their configuration only. [`from_pretrained`][ejkernel_eqx.models.from_pretrained] reads a published
+    model. [`generate`][ejkernel_eqx.models.generate] continues texts.
+
+    Layers of the same kind form a stack: each of their arrays has a leading axis for the layers, and JAX traces the layer once. If layers repeat
+    in a pattern (a local one and a global one, say), a stack holds the repetitions of the pattern.
     """
 
     embedding: Array  # [vocabulary, E]
@@ -137,21 +143,22 @@ class Decoder(Module):
         """**Arguments:**
 
         - `config`: the architecture.
-        - `scan_layers`: whether training runs a loop over stacked layers. By default the layers are written out, which is faster and
-            takes longer to compile; decoding always loops.
-        - `remat`: what the forward pass keeps for the gradient: `"none"`: everything; `"matmuls"`: products of matrices and the outputs
-            of kernels; `"kernels"`: the latter only.
-        - `platform`: of every kernel, as in [`ejkernel_eqx.FlashAttention`][].
-        - `expert_parallel`: over which axes of an automatic mesh mixtures of experts are split; on explicit meshes the types of the arrays
-            say it.
+        - `scan_layers`: whether the compiled training program has a loop over the layers. By default the layers are unrolled. That is faster, and
+            takes longer to compile. Decoding always loops.
+        - `remat`: what the forward pass keeps for the backward pass. `"none"` keeps everything. `"matmuls"` keeps the results of matrix products and
+            of kernels. `"kernels"` keeps the results of kernels only.
+        - `platform`: the platform of every kernel, as in [`ejkernel_eqx.FlashAttention`][].
+        - `expert_parallel`: the axes of an automatic mesh that experts are split over. On an explicit mesh the types of the arrays determine it.
         - `sequence_axis`: a mesh axis that the tokens are split over, for the mixers of all layers, as in
             [`ejkernel_eqx.nn.MultiHeadAttention`][] and [`RecurrentLayer`][ejkernel_eqx.nn.RecurrentLayer]. Latent and native sparse attention
-            have none.
-        - `token_order`: the order of the tokens then, `"zigzag"` for models of attention alone: rows in the order of
-            [`ejkernel_eqx.sequences.reorder_sequence`][].
-        - `dtype`: of the parameters; default float32. Norms, and what sets the decay of recurrent layers, are at least float32.
-        - `compute_dtype`: what is computed in; default: that of the parameters. Logits are float32.
+            cannot be split.
+        - `token_order`: with `sequence_axis`, the order of the tokens in a row. `"zigzag"` is that of
+            [`ejkernel_eqx.sequences.reorder_sequence`][], for models whose mixers are all attention.
+        - `dtype`: the dtype of the parameters; default float32. Norms and the parameters of decays in recurrent layers are at least float32.
+        - `compute_dtype`: the dtype of the computation; default that of the parameters. Logits are always float32.
         - `key`: a PRNG key for the initial weights.
+
+        **Raises:** `ValueError` for an argument that does not fit, such as `sequence_axis` with learned positions.
         """
         if not isinstance(config, DecoderConfig):
             raise ValueError(
@@ -165,13 +172,16 @@ class Decoder(Module):
         parts = Parts(key, 3, dtype, compute_dtype)
         dtype, self.compute_dtype = parts.dtype, parts.compute_dtype
         width, count = config.embed_dim, len(config.layers)
-        self.embedding = normal(parts.key(), (config.vocab_size, width), dtype)
+        std = TIED_STD if config.tie_embeddings else 1.0
+        # The scale enlarges embeddings in the layers alone. Their output would be closer to the embedding of the input, whose logit would be large.
+        scale = max(1.0, config.embedding_scale) if config.tie_embeddings else 1.0
+        self.embedding = normal(parts.key(), (config.vocab_size, width), dtype, std / scale)
         keys, places = keys_of(parts.key(), count), np.arange(count, dtype=np.int32)
         options: dict[str, Any] = {"norm_type": config.norm_type, "norm_eps": config.norm_eps}
         options |= {"platform": platform, "compute_dtype": self.compute_dtype}
         self.positions = None
         if config.max_positions is not None:
-            self.positions = normal(jax.random.fold_in(key, 2), (config.max_positions, width), dtype)
+            self.positions = normal(jax.random.fold_in(key, 2), (config.max_positions, width), dtype, std)
         blocks = config.shared_blocks
         block_keys = jax.random.split(jax.random.fold_in(key, 3), 0 if blocks is None else blocks.count)
         of_block: Any = {"platform": platform, "compute_dtype": self.compute_dtype, "dtype": dtype}
@@ -211,7 +221,7 @@ class Decoder(Module):
         return len(self.config.layers)
 
     def layer(self, index: int) -> DecoderLayer:
-        """The layer at a place in the model, out of its stack."""
+        """The layer with this index, taken out of its stack. **Raises:** `ValueError` for an index outside of `0` to `num_layers - 1`."""
         for (first, period, repeats), stack in zip(self.config.stacks(), self.stacks):
             if first <= index < first + period * repeats:
                 at, place = divmod(index - first, period)
@@ -230,10 +240,18 @@ class Decoder(Module):
         *,
         rolling: bool = False,
     ) -> DecoderCache:
-        """An empty cache for decoding: keys and values of up to `max_length` tokens for each row of its attention layers, by default in
-        the dtype the layers compute in, and the states of the recurrent ones. With `rolling`, layers with a sliding window keep no more
-        tokens than the window has ([`ejkernel_eqx.nn.RollingKVCache`][]). On a GPU, decoding is fastest if 64 divides `max_length` and without
-        `rolling`: calls of up to 8 tokens a row then run over the cache by the kernels of serving, which write into it in place."""
+        """Returns an empty cache for decoding: keys and values for attention layers, states for recurrent ones.
+
+        On a GPU, calls with up to 8 tokens a row run on the kernels of serving, which write into the cache in place. They are fastest if 64 divides
+        `max_length`. They do not run with `rolling`.
+
+        **Arguments:**
+
+        - `batch_shape`: the leading axes of the tokens of a call.
+        - `max_length`: the capacity of each row, in tokens.
+        - `dtype`: the dtype of keys and values; default that in which the layers compute.
+        - `rolling`: whether layers with a sliding window keep only the tokens of the window ([`ejkernel_eqx.nn.RollingKVCache`][]).
+        """
         check_flags(rolling=rolling)
         return DecoderCache.init(self, batch_shape, max_length, dtype, rolling)
 
@@ -247,8 +265,8 @@ class Decoder(Module):
         scales: str | None = None,
         num_draft_tokens: int = 0,
     ) -> ServingCache:
-        """Empty pages and slots for serving many sequences, for calls with `batch=`. The arguments are those of
-        [`ejkernel_eqx.nn.CacheState`][]`.init`; every layer has as many pages, or slots."""
+        """Returns empty pages and slots for calls with `batch=`. The arguments are those of [`ejkernel_eqx.nn.CacheState`][]`.init`. Each attention
+        layer has `num_pages` pages, and each recurrent layer has `num_slots` slots."""
         sizes = {"num_pages": num_pages, "page_size": page_size, "num_slots": num_slots}
         kept = {"dtype": dtype, "scales": scales, "num_draft_tokens": num_draft_tokens}
         make = lambda mixers, shape: CacheState.init(mixers, **sizes, **kept, batch_shape=shape[2:])
@@ -286,17 +304,20 @@ class Decoder(Module):
     ) -> Any:
         """**Arguments:**
 
-        - `tokens`: integers `[..., T]`, with `batch` `[T]`, from 0 to the size of the vocabulary less one; padding may be any. Others raise if they
-            are known, are undefined inside `jit`, and are found there by [`ejkernel_eqx.check_values`][].
-        - `cache`: a `DecoderCache` from `init_cache`: what was before `tokens`. A prompt in one call and then token by token returns
-            the same logits as the whole sequence in one call. With `batch`, a `ServingCache`.
-        - `return_statistics`: whether to return what the routers of mixtures of experts did, for their losses. Without a cache.
-        - `padding_mask`, `segment_ids`: `[..., T]`, as in the layers: bool, True for real tokens; and integers, tokens of one row that do not see
-            those of other segments.
-        - `batch`: for serving, an `ejkernel_eqx.RaggedBatch` of packed tokens.
+        - `tokens`: integers `[..., T]` from 0 to the size of the vocabulary less one; with `batch`, `[T]`. Padding may have any value. Inside `jit`
+            the result of another token is undefined, unless [`ejkernel_eqx.check_values`][] is on.
+        - `cache`: a `DecoderCache` with the tokens before these; with `batch`, a `ServingCache`. Reading a sequence in several calls gives the same
+            logits as in one call.
+        - `return_statistics`: whether to return what the routers of mixtures of experts did. Losses of experts need it. Not with a cache.
+        - `padding_mask`: bool `[..., T]`, True for real tokens.
+        - `segment_ids`: integers `[..., T]`. Tokens of one row see only those with the same id.
+        - `batch`: for serving, an `ejkernel_eqx.RaggedBatch` that describes the packed tokens.
 
-        **Returns:** float32 logits `[..., T, vocabulary]`; with a cache, the tuple `(logits, cache)`; with `return_statistics`, the tuple
-        `(logits, statistics)`, [`RouterStatistics`][ejkernel_eqx.nn.RouterStatistics] with a leading axis of the layers that have experts.
+        **Returns:** float32 logits `[..., T, vocabulary]`. With a cache, the tuple `(logits, cache)`. With `return_statistics`, the tuple
+        `(logits, statistics)` of [`RouterStatistics`][ejkernel_eqx.nn.RouterStatistics], whose arrays have a leading axis for the layers with
+        experts.
+
+        **Raises:** `ValueError` for arguments that do not fit, and for tokens outside of the vocabulary where their values are known.
         """
         x = self.features(tokens, cache, return_statistics=return_statistics, **rows)
         if cache is None and not return_statistics:
@@ -308,8 +329,8 @@ class Decoder(Module):
     def features(
         self, tokens: Array, cache: Any = None, *, return_statistics: bool = False, **rows: Any
     ) -> Any:
-        """The input of the head, `[..., T, E]`. The arguments are those of a call; where few tokens need logits, as in serving, give `logits`
-        those only."""
+        """Returns the input of the head, `[..., T, E]`. The arguments and errors are those of a call. If only some tokens need logits, as in serving,
+        pass their features to `logits`."""
         self._check_statistics(return_statistics, cache)
         rows = self._check(tokens, cache, rows)
         dtype = self.embedding.dtype if self.compute_dtype is None else jnp.dtype(self.compute_dtype)
@@ -337,7 +358,8 @@ class Decoder(Module):
     def through_layers(
         self, x: Array, rows: dict[str, Any], return_statistics: bool = False, of_layers: Array | None = None
     ) -> tuple[Array, list[RouterStatistics]]:
-        """The input of the head, from embedded tokens `[..., T, E]`, and if requested what routers did, stack by stack. `rows` is checked."""
+        """The input of the head from embedded tokens `[..., T, E]`. On request also the statistics of routers, one for each stack. `rows` was checked
+        before."""
         found, keys, shared = [], {}, (x, self.shared_blocks)
         for shape, stack in zip(self.config.stacks(), self.stacks):
             inputs = LayerInputs(_of_stack(shape, of_layers), keys, *shared)
@@ -348,7 +370,7 @@ class Decoder(Module):
     def _over_pages(
         self, x: Array, cache: DecoderCache, rows: dict[str, Any], of_layers: Array | None
     ) -> tuple[Array, DecoderCache]:
-        """A call with few tokens a row."""
+        """A call with few tokens a row, by the kernels for pages."""
         paged = PagedRows.of(x.shape, cache, rows)
         batch, tokens = {"batch": paged.batch}, paged.tokens(x)
         of_layers = None if of_layers is None else jax.vmap(paged.tokens)(of_layers)
@@ -371,7 +393,7 @@ class Decoder(Module):
 
     @compiled_call()
     def logits(self, x: Array) -> Array:
-        """Float32 logits `[..., vocabulary]` of features `[..., E]`."""
+        """Returns the float32 logits `[..., vocabulary]` of features `[..., E]`."""
         weight = self.embedding if self.head is None else self.head.weight
         logits = logits_of(weight, x)
         if (bias := self._head_bias) is not None:
@@ -383,8 +405,8 @@ class Decoder(Module):
 
     @compiled_call()
     def loss(self, x: Array, labels: Array, token_weights: Array | None = None) -> Array:
-        """The mean cross entropy, in nats, of the logits of features `[..., E]`, which are never held whole
-        ([`ejkernel_eqx.LinearCrossEntropy`][]).
+        """Returns the mean cross entropy of the next tokens, in nats, a float32 scalar. The logits are computed in chunks, so that they are never in
+        memory together ([`ejkernel_eqx.LinearCrossEntropy`][]).
 
         ```python
         loss = model.loss(model.features(tokens[:, :-1]), tokens[:, 1:])
@@ -392,9 +414,9 @@ class Decoder(Module):
 
         **Arguments:**
 
-        - `x`: `[..., E]`, from `features`.
-        - `labels`: integers `[...]`, the token that comes next; negative where none is to be learned.
-        - `token_weights`: `[...]`, default ones.
+        - `x`: features `[..., E]`, from `features`.
+        - `labels`: integers `[...]`, the next token of each. Negative ones do not count.
+        - `token_weights`: floats `[...]`, the weight of each token in the mean; default ones.
         """
         weight = dequantise(self.embedding if self.head is None else self.head.weight)
         if (scale := self.config.logits_scale) != 1:
@@ -453,8 +475,8 @@ class Decoder(Module):
         return_statistics: bool,
         inputs: LayerInputs,
     ) -> tuple[Array, list[RouterStatistics], dict[int, Any]]:
-        """The tokens after the stack; if requested the statistics of its layers with experts in one, if there are any; and the keys and values that
-        its layers give away."""
+        """The tokens after the stack; on request the statistics of its layers with experts, as one; and the keys and values that later layers
+        read."""
         layers, static = eqx.partition(stack, eqx.is_array)
         (first, _, repeats), arrays = shape, (layers, inputs.embedding)
 
@@ -468,12 +490,12 @@ class Decoder(Module):
                 given |= {first + place: keys} if layer.config.gives_keys else {}
             return x, (found, given)
 
-        # A loop keeps what the gradient needs in stacks, which every layer copies into and out of; written out, each layer's stays
-        # where it is. Written out, the compiler would merge what is computed again with what was, but for a barrier.
+        # A loop stores what the gradient needs in arrays over all layers, which every layer copies into and out of. Unrolled layers copy nothing.
+        # Without a loop, `prevent_cse` keeps the compiler from merging the recomputation with the first computation.
         if self.remat != "none":
             period = jax.checkpoint(period, policy=_policy(self.remat), prevent_cse=not self.scan_layers)
         if not self.scan_layers and jax.sharding.get_abstract_mesh().explicit_axes:
-            # What the kernels keep for the gradient is laid out by the compiler, which a scan in the context of such a mesh refuses.
+            # In the context of an explicit mesh, a scan refuses arrays whose sharding the compiler chooses. The kernels keep such arrays.
             each = []
             for index in range(repeats):
                 x, found = period(
@@ -499,7 +521,7 @@ class Decoder(Module):
             return _with_caches(eqx.combine(arrays, static), x, caches, rows, mine)
 
         if meshes_of((x, arrays, caches)):
-            # A call may lay out its cache in another way, which what a loop carries keeps.
+            # A layer may return its cache with another sharding. What a loop carries must keep its sharding, so the caches are scanned over.
             return jax.lax.scan(period, x, (arrays, caches))
 
         def carried(carry: Any, own: Any) -> tuple[Any, None]:
@@ -514,7 +536,7 @@ class Decoder(Module):
     def _serve(
         self, stack: Any, repeats: int, x: Array, state: Any, rows: dict[str, Any], inputs: LayerInputs
     ) -> tuple[Array, Any]:
-        """The caches are part of the carry and written in place; as part of what is scanned over they would be copied."""
+        """The loop carries the caches, so they are written in place. If the loop scanned over them, they would be copied."""
         arrays, static = eqx.partition(stack, eqx.is_array)
         batch: RaggedBatch = rows["batch"]
 
@@ -527,11 +549,10 @@ class Decoder(Module):
             x, new = _with_caches(eqx.combine(arrays, static), x, state.pools(index), rows, mine)
             return (x, state.with_layers(new)), None
 
-        # Made once, before the first layer. Behind the barrier a layer's part is a place in these arrays; without it, it would be a launch.
+        # The numbers are computed once, before the first layer. The barrier keeps XLA from computing each layer's part by a launch of its own.
         numbers = jax.lax.optimization_barrier(state.numbers(batch))
         each = jnp.arange(repeats, dtype=jnp.int32), numbers, arrays, inputs.embedding
-        # A loop is launched turn by turn by the host. Written out, few tokens are one CUDA graph. A prompt has more operations, which would take
-        # long to compile.
+        # The host launches every turn of a loop. An unrolled step of few tokens is one CUDA graph. An unrolled prompt would take long to compile.
         is_step = are_few(x) and batch.max_query_len <= MOST_TOKENS
         unroll = repeats if is_step and place_of_calls()[0] is Backend.GPU else 1
         return jax.lax.scan(period, (x, state), each, unroll=unroll)[0]

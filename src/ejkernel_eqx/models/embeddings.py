@@ -22,29 +22,31 @@ def embed(
     normalize: bool | None = None,
     batch_size: int = 32,
 ) -> Array:
-    """A vector for each text.
+    """Makes a vector of each text, for search and comparison.
 
     ```python
     model = ejx.models.from_pretrained("all-MiniLM-L6-v2")
     vectors = ejx.models.embed(model, [[101, 7592, 102], [101, 2088, 999, 102]])
     ```
 
-    How is decided by the files of sentence-transformers in the folder of the model, which `from_pretrained` reads into `model.pooler`
-    ([`Pooler`][ejkernel_eqx.models.Pooler]). Without them an encoder takes the mean, a decoder the last token, and both are normalised.
+    The model computes the features of all tokens, and [`Pooler`][ejkernel_eqx.models.Pooler] makes one vector of them. `from_pretrained` reads the
+    pooler from the files of sentence-transformers in the folder into `model.pooler`. Without these files, an encoder takes the mean over the tokens
+    and a decoder the last token, and both divide the vector by its norm.
 
     Gradients reach the weights of the model.
 
     **Arguments:**
 
     - `model`: an `Encoder` or a `Decoder`.
-    - `tokens`: a list of tokens for each text, of any lengths; or integers `[..., T]`. They come from the model's own tokenizer, with the tokens that
+    - `tokens`: a list of tokens for each text, of any lengths; or integers `[..., T]`. Use the model's own tokenizer, with the tokens that
         it adds at the beginning and the end.
-    - `padding_mask`: with an array, bool `[..., T]`, True for real tokens, which are side by side; default all.
-    - `pooling`, `normalize`: in the place of those of the model: `"mean"`, `"max"`, `"last"`, `"first"`; True or False.
-    - `batch_size`: how many texts of lists go through the model at once. Texts of similar lengths go together, padded to a power of two or one and a
-        half times one, so that few programs are compiled.
+    - `padding_mask`: with an array, bool `[..., T]`, True for real tokens, which must be side by side; default all.
+    - `pooling`: `"mean"`, `"max"`, `"last"` or `"first"`, instead of the model's own.
+    - `normalize`: whether vectors are divided by their Euclidean norm, instead of the model's own choice.
+    - `batch_size`: with lists, the number of texts that go through the model at once. Texts of similar lengths go together. They are padded to few
+        different lengths, so that few programs are compiled.
 
-    **Returns:** float32 vectors `[..., E]`, for lists `[N, E]`.
+    **Returns:** float32 vectors `[..., E]`; with lists, `[N, E]`.
 
     **Raises:** `ValueError` for texts without tokens, tokens that the model does not have, and texts longer than its positions.
     """
@@ -77,7 +79,7 @@ def embed(
 
 
 def _pooler_of(model: Any, pooling: str | None, normalize: bool | None) -> Pooler:
-    """That of the model, or the usual one of its kind, with these options in the place of its own."""
+    """The pooler of the model, or the default one of its class, with these options instead of its own."""
     own = model.pooler or Pooler("last" if isinstance(model, Decoder) else "mean")
     if pooling is None and normalize is None:
         return own
@@ -85,7 +87,7 @@ def _pooler_of(model: Any, pooling: str | None, normalize: bool | None) -> Poole
 
 
 def _padded(batch: list[list[int]], most: int) -> tuple[Array, Array]:
-    """Tokens and whether each is real, `[N, T]`, of few different shapes. What is added to the texts is the last one again."""
+    """Tokens and their mask, `[N, T]`, in one of few shapes. The last text is repeated to fill the batch."""
     count = min(1 << (len(batch) - 1).bit_length(), most)
     batch = [*batch, *[batch[-1]] * (count - len(batch))]
     tokens = np.zeros((count, in_few_sizes(len(batch[0]), 8)), np.int32)

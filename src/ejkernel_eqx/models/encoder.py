@@ -1,4 +1,4 @@
-"""One encoder for all the published ones: the layers of a decoder that see in both directions."""
+"""`Encoder`: one class for all published encoders. It has the layers of a decoder, whose tokens see in both directions."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from .._values import checked
 from ..nn.few_rows import Norm, normed
 from ..nn.initial import keys_of, normal
 from .config import EncoderConfig
-from .decoder import Decoder
+from .decoder import Decoder, TIED_STD
 from .filling_encoders import filled_encoder
 from .mlp import norm_of
 from .pooler import Pooler
@@ -28,9 +28,10 @@ class Encoder(Module):
     $$x_0 = s\,E[\mathrm{tokens}] + P[\mathrm{positions}] + Y[\mathrm{types}], \qquad x_{l+1} = \mathrm{layer}_l(x_l), \qquad
       y = \mathrm{norm}(x_L)$$
 
-    where learned positions and types of tokens are optional. An [`EncoderConfig`][ejkernel_eqx.models.EncoderConfig] describes it. Its `body` is a
-    [`Decoder`][ejkernel_eqx.models.Decoder] without a head, whose layers are not causal. Heads of published models are left out: words under masks,
-    classes, BERT's pooler. [`embed`][ejkernel_eqx.models.embed] makes vectors of texts.
+    $P$ and $Y$ are learned embeddings of positions and of types of tokens. Both are optional. An
+    [`EncoderConfig`][ejkernel_eqx.models.EncoderConfig] describes the model. Its `body` is a [`Decoder`][ejkernel_eqx.models.Decoder] without a head,
+    whose layers are not causal. The heads of published models are not read: those for masked words and for classes, and BERT's pooler.
+    [`embed`][ejkernel_eqx.models.embed] makes vectors of texts.
 
     Source: Devlin et al., *BERT* (2018, arXiv:1810.04805); Warner et al., *ModernBERT* (2024, arXiv:2412.13663).
     """
@@ -55,7 +56,7 @@ class Encoder(Module):
         body_key, *keys = keys_of(key, 3)
         self.body = Decoder(config.body, dtype=dtype, key=body_key, **options)
         width, dtype, eps = config.body.embed_dim, self.body.embedding.dtype, config.body.norm_eps
-        table = lambda key, rows: normal(key, (rows, width), dtype) if rows else None
+        table = lambda key, rows: normal(key, (rows, width), dtype, TIED_STD) if rows else None
         self.positions = table(keys[0], config.num_positions)
         self.token_types = table(keys[1], config.num_token_types)
         norm = norm_of(config.body.norm_type, width, eps, dtype)
@@ -73,12 +74,15 @@ class Encoder(Module):
         """**Arguments:**
 
         - `tokens`: integers `[..., T]`, as in [`Decoder`][ejkernel_eqx.models.Decoder].
-        - `token_types`: integers `[..., T]`, the kind of each token, for models that have kinds; default 0.
-        - `padding_mask`: bool `[..., T]`, True for real tokens, which are side by side in each row.
-        - `segment_ids`: integers `[..., T]`: several texts in one row, each side by side, which do not see each other. Positions are counted in each
-            text. Negative ids are padding.
+        - `token_types`: integers `[..., T]`, the type of each token, for models with types; default 0.
+        - `padding_mask`: bool `[..., T]`, True for real tokens, which must be side by side in each row.
+        - `segment_ids`: integers `[..., T]`, for several texts in one row. Tokens see only those with the same id, which must be side by side.
+            Positions count within each text. Negative ids are padding.
 
-        **Returns:** the features of the tokens `[..., T, E]` in the dtype of the computation; those of padding are undefined.
+        **Returns:** the features of the tokens `[..., T, E]` in the dtype of the computation. Those of padding are undefined.
+
+        **Raises:** `ValueError` for arguments that do not fit; where values are known, also for tokens outside of the vocabulary and for more tokens
+        than the model has positions.
         """
         rows = {"padding_mask": padding_mask, "segment_ids": segment_ids}
         check_rows(tokens, rows | {"token_types": token_types})

@@ -1,4 +1,4 @@
-"""The places of the arrays of a published model in a decoder."""
+"""Fills a decoder with the arrays of a published model."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -74,7 +74,7 @@ _GLM4_NORMS = (
 
 
 class _Outer(NamedTuple):
-    """What is beside the layers, each as the view and the name of it."""
+    """The names of the arrays outside of the layers, each with the view that has it."""
 
     views: list[Any]
     """Of all that may hold the head."""
@@ -97,7 +97,7 @@ def _outer(model: Any, weights: Any) -> _Outer:
 
 
 def parts_of(model: Any, weights: Any) -> Iterator[tuple[Any, Callable[..., Any], tuple[Any, ...]]]:
-    """The parts of a model one after the other, each with the function that fills it and the views of the published arrays for it."""
+    """The parts of a model, one after the other. Each comes with the function that fills it and the views of its published arrays."""
     outer = _outer(model, weights)
     for name, read, view in _beside_layers(model, outer):
         yield getattr(model, name), read, (view,)
@@ -184,7 +184,7 @@ def _filled_positions(table: Any, body: Any) -> Any:
 
 
 def filled_stacks(model: Any, views_of: Callable[[int], tuple[Any, ...]], filled: Callable[..., Any]) -> Any:
-    """The stacks of the model, each layer filled from the views of its place."""
+    """The stacks of the model. Each layer is filled from its own views."""
     stacks = []
     for (first, period, repeats), stack in zip(model.config.stacks(), model.stacks):
         one = lambda place, first=first, period=period, repeats=repeats, stack=stack: _stacked(
@@ -195,7 +195,7 @@ def filled_stacks(model: Any, views_of: Callable[[int], tuple[Any, ...]], filled
 
 
 def _blocks(body: Any, layers: Any) -> list[tuple[int, int]]:
-    """The numbers under which the mixer and the MLP of each layer are published; in Nemotron-H each is a block of its own."""
+    """The published indices of the mixer and of the MLP of each layer. In Nemotron-H they differ: each is a block of its own."""
     apart, blocks, count = body.has("layers.0.norm.weight"), [], 0
     for layer in layers:
         last = count + (apart and layer.mlp is not None)
@@ -205,7 +205,7 @@ def _blocks(body: Any, layers: Any) -> list[tuple[int, int]]:
 
 
 def check_layers(body: Any, count: int, name: str = "layers") -> None:
-    """Before arrays for all layers are made."""
+    """Raises for missing layers, before arrays for all layers are made."""
     start = len(name) + 1
     held = {n[start:].partition(".")[0] for n in body.names() if n.startswith(f"{name}.")}
     absent = [index for index in range(count) if str(index) not in held]
@@ -217,7 +217,7 @@ def check_layers(body: Any, count: int, name: str = "layers") -> None:
 
 
 def _check_tied(view: Any, embedding: Any) -> None:
-    """Some checkpoints hold a tied head once more; one that differs would be lost."""
+    """Some checkpoints hold a tied head a second time. One that differs from the embedding is refused, since it would be lost."""
     if not view.has("lm_head.weight"):
         return
     head = view.take("lm_head.weight", embedding.shape, embedding.dtype)
@@ -229,20 +229,20 @@ def _check_tied(view: Any, embedding: Any) -> None:
 
 
 def _first(view: Any, names: tuple[str, ...]) -> str:
-    """The one of several submodules that a checkpoint has."""
+    """The first of these submodules that the checkpoint has."""
     found = view.names()
     return next((name for name in names if any(n.startswith(f"{name}.") for n in found)), names[0])
 
 
 def _stacked(layers: Any, views: list[tuple[Any, ...]], filled: Callable[..., Any]) -> Any:
-    """A stack of layers, filled one after the other into arrays that are written in place."""
+    """A stack of layers. They are filled one after the other, into arrays that are written in place."""
     parameters, rest = eqx.partition(layers, is_parameter)
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), parameters)
     buffers, is_loaded = None, lambda leaf: is_parameter(leaf) or is_quantised(leaf)
     for index, view in enumerate(views):
         layer = eqx.filter(filled(eqx.combine(one, rest), *view), is_loaded, is_leaf=is_quantised)
         if buffers is None:
-            # In their place from the start: no device holds more of a stack than is its share.
+            # The arrays are made with their sharding, so that no device holds more than its part of a stack.
             empty = lambda x, like: empty_stack(len(views), x, sharding_of(like))
             buffers = jax.tree.map(empty, layer, parameters, is_leaf=is_quantised)
         check_alike(buffers, layer, view[0].prefix)
@@ -264,7 +264,8 @@ def _written(index: Any, x: Any, buffer: Any) -> Any:
 
 
 def filled_layer(layer: Any, view: Any, of_mlp: Any, *of_adapters: Any) -> Any:
-    """`of_mlp`: the view of the MLP and its norms, where it is a block of its own; `of_adapters`: those of `_ADAPTERS`."""
+    """A layer filled from `view`. `of_mlp` is the view of the MLP and its norms, where that is a block of its own. `of_adapters` are the views of
+    the names in `_ADAPTERS`."""
     if of_adapters:
         own = layer.block_adapters
         beside = {
@@ -299,7 +300,7 @@ def filled_layer(layer: Any, view: Any, of_mlp: Any, *of_adapters: Any) -> Any:
 
 
 def filled_mlp(mlp: Any, weights: Any) -> Any:
-    """Gate and up projection may be one array; a mixture of one expert is that expert."""
+    """An MLP. Its gate and up projections may be published as one array, and an MLP as a mixture of one expert."""
     if mlp.gate_proj is None:
         is_turned = weights.beside("attn").has("c_attn.weight")  # GPT-2 keeps [in, out]
         filled = lambda linear, name: (

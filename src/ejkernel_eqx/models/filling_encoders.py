@@ -1,4 +1,4 @@
-"""The places of the arrays of a published model in an encoder."""
+"""Fills an encoder with the arrays of a published model."""
 
 from typing import Any, NamedTuple
 
@@ -47,7 +47,7 @@ def filled_encoder(model: Any, weights: Any) -> Any:
     check_layers(view, count, form.layers)
 
     def views_of(index: int) -> tuple[Any, ...]:
-        """Those of a layer, and of the norm before it: in BERT the last one of the layer before."""
+        """The views of a layer and of the norm before it. In BERT that is the last norm of the layer before."""
         before = form.norm.format(index - 1) if index else form.embedding_norm
         return view.at(f"{form.layers}.{index}"), view.at(before)
 
@@ -68,7 +68,7 @@ def filled_encoder(model: Any, weights: Any) -> Any:
 
 
 def _filled(part: Any, view: Any) -> Any:
-    """BERT's first files call the weight of a norm gamma and its bias beta."""
+    """A norm. The first files of BERT call its weight gamma and its bias beta."""
     if part is None or not view.has("gamma"):
         return fill(part, view)
     return fill_fields(part, view, {"weight": "gamma", "bias": "beta"})

@@ -1,4 +1,4 @@
-"""The published forms of the families, for writing: what tells each from the form of the others."""
+"""The published forms of the families, for `save_pretrained`: the names of arrays that identify each form."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ _ATTENTION = ("attention", "latent_attention")
 
 
 class Form(NamedTuple):
-    """Names of some arrays, by which reading knows the names of all; with spaces between. Where there are none, it takes the names of Llama."""
+    """Names of some arrays, separated by spaces. From them the reader knows the names of all. Without any it takes the names of Llama."""
 
     outer: str = ""
     layer: str = ""
@@ -19,7 +19,7 @@ class Form(NamedTuple):
     """Besides, in layers with a mixture of experts."""
 
     def names(self, config: DecoderConfig) -> list[str]:
-        """The names of all layers."""
+        """The names for all layers."""
         names = self.outer.split()
         root = next((name.partition(".")[0] for name in names if name.count(".") > 1), "model")
         for index, layer in enumerate(config.layers):

@@ -1,4 +1,4 @@
-"""Texts continued token by token, a batch of them at once."""
+"""`generate`: continues a batch of texts token by token."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -20,10 +20,10 @@ class Generated(NamedTuple):
     """The result of [`generate`][ejkernel_eqx.models.generate]."""
 
     tokens: Array
-    """Int32 `[..., max_new_tokens]`: the new tokens, a stop token included; -1 behind them, which is no token: `texts` leaves it out, and a model
-    that is called with these tokens needs `padding_mask=tokens >= 0`."""
+    """Int32 `[..., max_new_tokens]`: the new tokens, a stop token included. The rest of a row that ended early is -1, which is no token. `texts`
+    leaves it out. A model that is called with these tokens needs `padding_mask=tokens >= 0`."""
     lengths: Array
-    """Int32 `[...]`: how many there are."""
+    """Int32 `[...]`: the number of new tokens of each row."""
     finite: Array
     """Bool `[...]`: False where the model gave NaN or infinite logits. Such a row ends before that token."""
 
@@ -47,30 +47,28 @@ def generate(
     progress: Callable[[int, int], Any] | None = None,
     speculate: Speculation | None = None,
 ) -> Generated:
-    """Continues prompts: each is read in one pass, then written to token by token from the caches, until it emits a stop token or
-    `max_new_tokens` are reached. [`stream`][ejkernel_eqx.models.stream] gives out tokens as they come.
+    """Continues prompts. One pass reads them. Then each step generates a token of each row from the caches. A row ends with a stop token, or after
+    `max_new_tokens`. [`stream`][ejkernel_eqx.models.stream] yields tokens as they come.
 
-    Few lengths are compiled. Prompts are padded to a power of two or a multiple of 64 tokens, which one program reads. Another writes, the same for
-    all prompts and numbers of new tokens that fit in caches of one size: 256 tokens, 512, 768, 1,024, 1,536 and so on, and on a CPU multiples of 64.
+    Few programs are compiled. One reads prompts. There is one for each padded length, a power of two or a multiple of 64 tokens. Another generates.
+    There is one for each capacity of the caches: 256 tokens, 512, 768, 1,024, 1,536 and so on; on a CPU, multiples of 64.
 
     **Arguments:**
 
     - `model`: a [`Decoder`][ejkernel_eqx.models.Decoder].
-    - `prompts`: integers `[..., T]`; or a list with a list or array of tokens for each prompt, of any lengths, which are padded on the left.
+    - `prompts`: integers `[..., T]`; or a list with the tokens of each prompt, of any lengths.
     - `max_new_tokens`: the maximum number of new tokens per row.
-    - `padding_mask`: bool `[..., T]`, True for real tokens, side by side in each row; for an array of prompts of unequal lengths.
-    - `sampling`: a [`Sampling`][ejkernel_eqx.models.Sampling]; default greedy. Each row draws by itself: row 0 with the seed of
-        `sampling`, and others with seeds that follow from it.
+    - `padding_mask`: for an array of prompts of unequal lengths, bool `[..., T]`, True for real tokens, which must be side by side in each row.
+    - `sampling`: a [`Sampling`][ejkernel_eqx.models.Sampling]; default greedy. Row 0 draws with the seed of `sampling`. The other rows draw with
+        seeds that are derived from it.
     - `stop_tokens`: tokens that end a row; default those of `model.config`.
-    - `cache_dtype`: of keys and values, by default what the layers compute in.
-    - `key`: a PRNG key, in place of the seed; only with a temperature above 0.
-    - `progress`: called on the host as `progress(tokens, max_new_tokens)`, with how many tokens the longest row has so far: after the prompt, then
-        after every 16 steps, and at the end. The device goes on meanwhile. Not inside `jit`.
-    - `speculate`: a [`Speculation`][ejkernel_eqx.models.Speculation], whose drafts make steps of several tokens; without one, a step is one token.
-        The tokens are the same.
+    - `cache_dtype`: the dtype of cached keys and values; default that in which the layers compute.
+    - `key`: a PRNG key, instead of the seed. Only with a temperature above 0.
+    - `progress`: a function that the host calls as `progress(tokens, max_new_tokens)`, where `tokens` is the number of new tokens of the longest row.
+        It is called after the prompt, after every 16 steps and at the end. The device goes on meanwhile. Not inside `jit`.
+    - `speculate`: a [`Speculation`][ejkernel_eqx.models.Speculation]. A step then generates several tokens. The tokens are the same as without it.
 
-    **Returns:** a `Generated`, the tokens and how many there are in each row. A row whose logits are not finite ends there and is reported: in
-    `finite`, and outside `jit` by a `RuntimeWarning`.
+    **Returns:** a `Generated`. A row whose logits are not finite ends there. Its `finite` is False, and outside `jit` there is a `RuntimeWarning`.
 
     **Raises:** `ValueError` for an empty prompt, tokens that the model does not have, or arguments that do not fit.
     """
@@ -84,7 +82,7 @@ def generate(
     return Generated(new.reshape(*lead, max_new_tokens), lengths.reshape(lead), finite.reshape(lead))
 
 
-# After so many steps the host hears of them.
+# The host reads the number of tokens after so many steps.
 _TURNS = 16
 
 
@@ -102,7 +100,7 @@ def _check_progress(progress: Any, known: bool) -> None:
 
 
 def _first(new: Array, count: int) -> Array:
-    """The first columns. Without a program for each number of them where one device has them all."""
+    """The first columns. If one device has them, the host cuts them, which compiles no program for each number of columns."""
     if not is_known(new) or len(new.sharding.device_set) > 1:
         return new[:, :count]
     return jax.device_put(np.asarray(new)[:, :count], new.sharding)

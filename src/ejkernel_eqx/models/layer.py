@@ -28,7 +28,12 @@ from .shared_block import BlockAdapters, SharedBlock
 
 
 class DecoderLayer(Module):
-    """A mixer and an MLP, each with a residual; see [`ejkernel_eqx.models.LayerConfig`][]."""
+    r"""A mixer and an MLP, each added to its residual. With norms before both, as in Llama:
+
+    $$h = x + \mathrm{mixer}(\mathrm{norm}(x)), \qquad y = h + \mathrm{MLP}(\mathrm{norm}(h))$$
+
+    A [`LayerConfig`][ejkernel_eqx.models.LayerConfig] describes the layer and the other places of norms.
+    """
 
     mixer_norm: Norm | None
     mixer: Any
@@ -112,7 +117,7 @@ class DecoderLayer(Module):
         self.config = config
 
     def mixers(self, shared_blocks: tuple[SharedBlock, ...]) -> tuple[Any, ...]:
-        """One mixer or two, each with a cache of its own. The second may be that of a shared block."""
+        """The mixer, or both. Each has a cache of its own. The second may be the attention of a shared block."""
         if (number := self.config.shared_block) is not None:
             return self.mixer, shared_blocks[number].self_attn
         return (self.mixer,) if self.beside is None else (self.mixer, self.beside)
@@ -121,13 +126,20 @@ class DecoderLayer(Module):
     def __call__(
         self, x: Array, cache: Any = None, inputs: LayerInputs | None = None, **rows: Any
     ) -> tuple[Array, Any]:
-        """`x`: `[..., T, E]`; with `batch=`, `[T, E]`. `rows` is what the mixer takes besides. **Returns:** the tokens and the new cache; that of
-        two mixers is a tuple of both."""
+        """**Arguments:**
+
+        - `x`: features `[..., T, E]`; with `batch`, `[T, E]`.
+        - `cache`: the cache of the mixer; of two mixers, a tuple.
+        - `inputs`: the embedding of the tokens for this layer, and the keys of earlier layers, if the layer reads them.
+        - `rows`: further arguments of the mixer, such as `padding_mask`, `segment_ids`, `batch`.
+
+        **Returns:** the tuple `(features, cache)`: an array like `x`, and the new cache.
+        """
         inputs = LayerInputs() if inputs is None else inputs
         if "batch" not in rows or not are_few(x):
             return self.through(x, cache, rows, inputs)[:2]
         with multiplied_by(self.matmul):
-            # Attention computes the norm and the residual around it.
+            # The kernels of attention's projections compute the norm before it and add the residual after it.
             is_alone = self.beside is None and self.experts is None and self.block_adapters is None
             is_alone = is_alone and self.config.norms not in ("residual", "parallel", "parallel_apart")
             if is_alone and type(self.mixer) is MultiHeadAttention:
@@ -136,7 +148,7 @@ class DecoderLayer(Module):
 
     @compiled_call()
     def with_statistics(self, x: Array, **rows: Any) -> tuple[Array, RouterStatistics | None]:
-        """The tokens, and what the router of a mixture of experts did."""
+        """The features after the layer, and the statistics of the router of its experts, or `None`."""
         x, _, statistics = self.through(x, None, rows, LayerInputs(), True)
         return x, statistics
 
@@ -148,8 +160,8 @@ class DecoderLayer(Module):
         inputs: LayerInputs,
         return_statistics: bool = False,
     ) -> tuple[Array, Any, RouterStatistics | None]:
-        """The results of a call, and on request the statistics of its experts. Without a cache, a layer that gives its keys away returns them in
-        the place of one."""
+        """The results of a call, and on request the statistics of its experts. Without a cache, a layer whose keys others read returns the keys
+        instead of a cache."""
         if self.block_adapters is not None:
             return *self._with_block(x, cache, rows, inputs), None
         gives = cache is None and self.config.gives_keys
@@ -216,7 +228,7 @@ class DecoderLayer(Module):
         return x, None if cache is None else (cache, state)
 
     def _finished(self, x: Array, inputs: LayerInputs) -> Array:
-        """The tokens with the part of the layer's embedding, times the number of the layer."""
+        """The features after the MLP, with the part of the layer's embedding added, times the learned number of the layer."""
         gate, projection = self.per_layer_input_gate, self.per_layer_projection
         if gate is not None and projection is not None:
             assert isinstance(self.config.mlp, MLPConfig) and inputs.embedding is not None
@@ -227,10 +239,10 @@ class DecoderLayer(Module):
         return x if self.layer_scalar is None else x * self.layer_scalar[0].astype(x.dtype)
 
     def _of_few(self, x: Array, cache: Any, rows: dict[str, Any], inputs: LayerInputs) -> tuple[Array, Any]:
-        """A step of few tokens: norms and residuals are parts of the projections beside them."""
+        """A step of few tokens. The kernels of the projections also compute the norms before them and add the residuals after them."""
 
         def in_block(branch: Callable[..., Any], out_norm: Any, scales: tuple[float, float]) -> Any:
-            """The sum of `x` and a branch, and what the branch returns besides."""
+            """The sum of `x` and a branch, and the further results of the branch."""
             if out_norm is None and scales == (1, 1):
                 return branch(residual=x)
             out, *more = branch()
@@ -253,8 +265,8 @@ class DecoderLayer(Module):
     def _into_branch(
         self, norm: Norm | None, residual: Array, out: Array | None = None, readers: int = 1
     ) -> tuple[tuple[Array, ...], Array]:
-        """The input of a branch, for each of its readers where one pass adds their gradients, and the residual beside it, after the output of
-        the mixer was added."""
+        """The input of a branch, and the residual beside it after `out` was added. The input is there once for each projection that reads it, so that
+        one pass adds the gradients of all."""
         scales, give = self.config.mixer_scales, self.residual_norm.for_readers
         if norm is not None and _is_plain(norm, self.residual_norm) and self.config.norms != "residual":
             if out is None:
@@ -266,7 +278,7 @@ class DecoderLayer(Module):
 
 
 def _is_plain(norm: Norm, operation: ResidualRMSNorm) -> bool:
-    """Returns whether the operation computes this norm; a user may have put another one in its place."""
+    """Returns whether the operation computes this norm. A user may have replaced the norm by another one."""
     own = type(norm) is eqx.nn.RMSNorm and norm.weight is not None and norm.bias is None
     return own and norm.eps == operation.spec.eps
 

@@ -1,4 +1,4 @@
-"""Embeddings of the tokens for each layer."""
+"""`LayerEmbedding`: further embeddings of the tokens, one for each layer."""
 
 import math
 from typing import Any
@@ -32,7 +32,7 @@ class LayerEmbedding(Module):
         self.per_layer_projection_norm = norm
 
     def __call__(self, tokens: Array, x: Array) -> Array:
-        """`[L, ..., T, P]` of tokens `[..., T]` and their embeddings `[..., T, E]`."""
+        """Returns `[L, ..., T, P]` for tokens `[..., T]` with the embeddings `x [..., T, E]`."""
         features = self.per_layer_projection_norm.shape[0]
         width = self.per_layer_model_projection.weight.shape[0]
         of_tokens = embed(self.embed_tokens_per_layer, tokens).astype(x.dtype) * math.sqrt(features)

@@ -1,4 +1,4 @@
-"""What a layer takes besides the tokens."""
+"""`LayerInputs`: the inputs of a layer besides the features of the tokens."""
 
 from typing import Any, NamedTuple
 
@@ -6,7 +6,8 @@ from jax import Array
 
 
 class LayerInputs(NamedTuple):
-    """Of one layer. Of a stack: `embedding [repetitions, layers of the pattern, ..., T, P]`, and the `keys` of the layers before it."""
+    """The inputs of one layer, or of a stack. A stack has an `embedding [repetitions, layers of the pattern, ..., T, P]`, and the `keys` of the
+    layers before it."""
 
     embedding: Array | None = None
     keys: Any = None
@@ -15,6 +16,6 @@ class LayerInputs(NamedTuple):
     shared_blocks: tuple[Any, ...] = ()
 
     def of(self, place: int, source: int | None) -> "LayerInputs":
-        """Those of a layer of the pattern, which reads the keys of the layer `source`."""
+        """The inputs of a layer of the pattern, which reads the keys of the layer `source`."""
         embedding = None if self.embedding is None else self.embedding[place]
         return self._replace(embedding=embedding, keys=None if source is None else self.keys[source])

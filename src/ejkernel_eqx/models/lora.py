@@ -17,13 +17,19 @@ PROJECTIONS += ("gate_proj", "up_proj", "down_proj")
 
 
 class LoRA(Module):
-    r"""Replaces an `equinox.nn.Linear`: $W x + \frac{\alpha}{R} B A x$ (Hu et al. 2021, arXiv:2106.09685). Only `a` and `b` are trained. Initially
-    $B = 0$, so the output is that of `base`.
+    r"""A linear layer with a low-rank update beside its frozen weight. It replaces an `equinox.nn.Linear`:
+
+    $$y = W x + \frac{\alpha}{R}\, B A x$$
+
+    Only `a`, the matrix $A$ `[R, in]`, and `b`, the matrix $B$ `[out, R]`, are trained. At first $B = 0$, so the output is that of `base`.
+
+    Source: Hu et al., *LoRA* (2021, arXiv:2106.09685).
 
     **Arguments:**
 
-    - `base`: the layer, whose weight may be an [`ejkernel_eqx.QuantizedWeight`][] and may have leading axes.
-    - `rank`: $R$; `alpha`: $\alpha$.
+    - `base`: the linear layer. Its weight may be an [`ejkernel_eqx.QuantizedWeight`][] and may have leading axes.
+    - `rank`: $R$.
+    - `alpha`: $\alpha$.
     - `key`: a PRNG key for $A$.
     """
 
@@ -47,7 +53,7 @@ class LoRA(Module):
         return base(x) + self.scale * (b @ (a @ x))
 
     def merged(self) -> eqx.nn.Linear:
-        """Merges the update into a single projection, for serving."""
+        """Returns a plain linear layer with the weight $W + (\\alpha / R) B A$. A quantised weight becomes floats."""
         weight = dequantise(self.base.weight)
         return eqx.tree_at(
             lambda m: m.weight, self.base, weight + self.scale * self.b @ self.a, is_leaf=is_quantised
@@ -59,9 +65,15 @@ def is_lora(node: Any) -> bool:
 
 
 def add_lora(model: Decoder, rank: int, *, key: Array) -> Decoder:
-    """Adds a [`LoRA`][ejkernel_eqx.models.LoRA] of this rank to each projection of the mixers and MLPs, but for experts.
+    """Replaces each projection of the mixers and MLPs by a [`LoRA`][ejkernel_eqx.models.LoRA]. Experts stay as they are.
 
-    **Returns:** the model; `key` is a PRNG key for the updates.
+    **Arguments:**
+
+    - `model`: a [`Decoder`][ejkernel_eqx.models.Decoder].
+    - `rank`: the rank of each update.
+    - `key`: a PRNG key for the updates.
+
+    **Returns:** the new model.
     """
     is_linear = lambda node: isinstance(node, eqx.nn.Linear)
     parts = {"stacks": model.stacks, "shared_blocks": model.shared_blocks}
@@ -78,12 +90,15 @@ def add_lora(model: Decoder, rank: int, *, key: Array) -> Decoder:
 
 
 def merge_lora(model: Decoder) -> Decoder:
-    """Adds the updates to the weights. **Returns:** the model without updates; weights that were quantised and updated are floats."""
+    """Adds the updates to the weights, for serving.
+
+    **Returns:** the model with plain linear layers. Quantised weights that had an update are floats.
+    """
     return jax.tree.map(lambda node: node.merged() if is_lora(node) else node, model, is_leaf=is_lora)
 
 
 def trained(model: Any) -> Any:
-    """True for every array that is trained: the updates if there are any, otherwise all floating-point arrays."""
+    """A tree with True for each array that is trained: the updates if there are any, otherwise all floating-point arrays."""
     if not any(map(is_lora, jax.tree.leaves(model, is_leaf=is_lora))):
         return jax.tree.map(eqx.is_inexact_array, model)
     nothing = lambda node: jax.tree.map(lambda _: False, node)

@@ -1,4 +1,4 @@
-"""Training over several devices: where parameters, the state of an optimiser and tokens are, and the loss of logits that are split."""
+"""Training over several devices: the shardings of parameters, optimiser state and tokens, and a loss for split logits."""
 
 import math
 import re
@@ -24,11 +24,11 @@ _COLUMNS = ("_proj.weight", "_projection.weight", ".per_layer_input_gate.weight"
 
 
 def partition_spec(path: str, leaf: Any, model: Decoder, mesh: Mesh) -> P:
-    """How an array of a decoder is split over a mesh, as [`place`][ejkernel_eqx.models.place] does it.
+    """Returns the `PartitionSpec` by which [`place`][ejkernel_eqx.models.place] splits an array of a decoder.
 
     **Arguments:**
 
-    - `path`: of the array in the model, as `jax.tree_util.keystr` writes it. Paths in the state of an optimiser end with it.
+    - `path`: the path of the array in the model, as `jax.tree_util.keystr` writes it. A path in an optimiser state that ends with it works, too.
     - `leaf`: the array, or a `jax.ShapeDtypeStruct`.
     - `model`, `mesh`: as in `place`.
     """
@@ -77,12 +77,12 @@ def _sizes(mesh: Mesh) -> Mapping[str, int]:
 
 
 def place(tree: Any, model: Decoder, mesh: Mesh) -> Any:
-    """A decoder on a mesh, or a tree with arrays of its form, such as the state of an optimiser.
+    """Places the arrays of a decoder on a mesh, or those of a tree with the same structure, such as the optimiser state.
 
-    Axis `data` is for the rows of a batch and `sequence` for their tokens. Over both together, each device keeps a part of every matrix, which is
-    gathered where it multiplies (fully sharded data parallelism). Axis `tensor` splits the heads of attention, the hidden features of MLPs and
-    the vocabulary. An array that an axis does not divide stays whole along it; so do vectors, and experts. Heads of shared blocks
-    (Zamba2) are not split.
+    The axis `data` splits the rows of a batch, and `sequence` their tokens. Both together also split every matrix. The parts of a matrix are gathered
+    where it is multiplied (fully sharded data parallelism). The axis `tensor` splits the heads of attention, the hidden features of MLPs and the
+    vocabulary. If the devices of an axis do not divide an array, it is not split by that axis. Vectors, experts and the heads of
+    shared blocks (Zamba2) are never split.
 
     ```python
     mesh = jax.make_mesh((2, 2), ("data", "tensor"))  # explicit axes
@@ -94,10 +94,11 @@ def place(tree: Any, model: Decoder, mesh: Mesh) -> Any:
 
     **Arguments:**
 
-    - `tree`: what is placed. What is not an array in it stays as it is.
-    - `model`: the [`Decoder`][ejkernel_eqx.models.Decoder] that the paths in `tree` are of. If `sequence` has several devices, build it with
-        `sequence_axis="sequence"`.
-    - `mesh`: with some of the axes `data`, `sequence` and `tensor`.
+    - `tree`: the model, or the optimiser state. Leaves that are no arrays stay as they are.
+    - `model`: the [`Decoder`][ejkernel_eqx.models.Decoder]. If `sequence` has several devices, build it with `sequence_axis="sequence"`.
+    - `mesh`: a mesh with some of the axes `data`, `sequence` and `tensor`.
+
+    **Returns:** the tree with its arrays on the mesh.
 
     **Raises:** `ValueError` for a mesh with other axes.
     """
@@ -112,7 +113,8 @@ def place(tree: Any, model: Decoder, mesh: Mesh) -> Any:
 
 
 def place_tokens(batch: Array | np.ndarray, mesh: Mesh) -> tuple[Array, Array]:
-    """Inputs and targets `[..., B, T]` of batches `[..., B, T + 1]` on a mesh, split by rows and tokens."""
+    """Splits batches `[..., B, T + 1]` of tokens into inputs and targets. **Returns:** two arrays `[..., B, T]` on the mesh, split by rows and
+    tokens."""
     axes = (name if name in _sizes(mesh) else None for name in (DATA, SEQUENCE))
     where = NamedSharding(mesh, P(*(None,) * (batch.ndim - 2), *axes))
     return jax.device_put(batch[..., :-1], where), jax.device_put(batch[..., 1:], where)
@@ -120,11 +122,13 @@ def place_tokens(batch: Array | np.ndarray, mesh: Mesh) -> tuple[Array, Array]:
 
 @jax.jit  # outside of it, numbers of columns cannot be made where the logits are
 def split_cross_entropy(logits: Array, targets: Array) -> Array:
-    """The mean cross entropy of all tokens, in nats, from logits on an explicit mesh. Logits whose vocabulary is split are not gathered.
+    """Returns the mean cross entropy of all tokens, in nats, from logits on an explicit mesh. The vocabulary may be split over devices: the logits
+    are not gathered.
 
     **Arguments:**
 
-    - `logits`: `[..., V]`; `targets`: integers `[...]`, from 0 to `V - 1`.
+    - `logits`: `[..., V]`.
+    - `targets`: integers `[...]` from 0 to `V - 1`.
     """
     where = jax.typeof(logits).sharding
     number = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1, out_sharding=where)

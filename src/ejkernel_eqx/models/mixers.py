@@ -1,4 +1,4 @@
-"""The layers that a decoder may be made of, by name."""
+"""The mixers that a decoder may have, by name."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from .cross_layer_attention import CrossLayerAttention
 
 
 def _without_place(layer: Callable[..., Any]) -> Callable[..., Any]:
-    """The options of layers that are the same wherever in the model they are."""
+    """The class without the arguments for the place of a layer in the model, on which it does not depend."""
     return lambda embed_dim, *, layer_index, num_layers, **options: layer(embed_dim, **options)
 
 

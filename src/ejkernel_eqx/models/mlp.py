@@ -21,7 +21,7 @@ from .xielu import XIELU
 
 
 def norm_of(kind: NormType, features: int, eps: float, dtype: Any) -> Norm:
-    """A norm of this type; its weights are float32 at least, as they are few and what they multiply is computed in float32."""
+    """A norm of this type. Its weights are at least float32, since the norm computes in float32."""
     wide = jnp.float32 if dtype is not None and jnp.dtype(dtype).itemsize < 4 else dtype
     if kind == "rms":
         return eqx.nn.RMSNorm(features, eps, use_bias=False, dtype=wide)
@@ -29,8 +29,11 @@ def norm_of(kind: NormType, features: int, eps: float, dtype: Any) -> Norm:
 
 
 class MLP(Module):
-    r"""An MLP, $W_{down}(f(W_{gate} x) \odot W_{up} x)$ or one without a gate; see [`ejkernel_eqx.models.MLPConfig`][]. Its parameters are named as
-    published."""
+    r"""An MLP on each token, $y = W_{down}(f(W_{gate} x) \odot W_{up} x)$, or without a gate $y = W_{down}\, f(W_{up} x)$. An
+    [`MLPConfig`][ejkernel_eqx.models.MLPConfig] describes it. Parameters have their published names.
+
+    Source: Shazeer, *GLU Variants Improve Transformer* (2020, arXiv:2002.05202).
+    """
 
     gate_proj: eqx.nn.Linear | None  # [F, E]
     up_proj: eqx.nn.Linear  # [F, E]
@@ -73,10 +76,16 @@ class MLP(Module):
         norm: Norm | None = None,
         residual: Array | None = None,
     ) -> Array:
-        """`x`: `[..., E]`, any number of leading axes; `again`: the same, for the second projection, from
-        [`ejkernel_eqx.ResidualRMSNorm`][]`.for_readers`. With `norm`, that of the block, the input is the norm of `x`; `residual`, of its
-        shape, is added to the output, in the dtype of the residual. Few rows are then two launches on GPUs ([`ejkernel_eqx.Matmul`][]).
-        **Returns:** an array of its shape and dtype."""
+        """**Arguments:**
+
+        - `x`: `[..., E]`, with any number of leading axes.
+        - `again`: a copy of `x` for the second projection, from [`ejkernel_eqx.ResidualRMSNorm`][]`.for_readers`. Not with `norm` or `residual`.
+        - `norm`: a norm that is applied to `x` first.
+        - `residual`: an array of the shape of `x`, which is added to the output. With few rows, norm, MLP and addition are two launches on GPUs
+            ([`ejkernel_eqx.Matmul`][]).
+
+        **Returns:** an array of the shape of `x`, in the dtype of `residual` if it is given, else of `x`.
+        """
         block = Block(norm, residual)
         if not block.is_alone:
             if again is not None:

@@ -1,4 +1,4 @@
-"""`Pooler`: one vector of a text from the features of its tokens."""
+"""`Pooler`: makes one vector of a text from the features of its tokens."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,8 @@ class Pooler(Module):
 
     $$y = f\Big(\frac{1}{|\mathcal T|} \sum_{t \in \mathcal T} x_t\Big), \qquad y / \max(\lVert y \rVert_2, 10^{-12})$$
 
-    where another choice of tokens may stand in the place of the mean, and the layers $f$ and the norm are optional.
+    Instead of the mean there may be the maximum, or the features of the last or first token. The layers $f$ and the division by the norm are
+    optional.
 
     Source: Reimers & Gurevych, *Sentence-BERT* (2019, arXiv:1908.10084), section 3.
     """
@@ -38,8 +39,10 @@ class Pooler(Module):
         """**Arguments:**
 
         - `pooling`: `"mean"`, `"max"`, `"last"` (Qwen3-Embedding) or `"first"` (BERT's `[CLS]`).
-        - `normalize`: whether a vector is divided by its Euclidean norm, so that the product of two is their cosine.
-        - `layers`: functions of one vector behind the pooling, such as `equinox.nn.Linear` (Gemma-Embedding).
+        - `normalize`: whether a vector is divided by its Euclidean norm. The product of two vectors is then the cosine of their angle.
+        - `layers`: functions of one vector that are applied after the pooling, such as `equinox.nn.Linear` (Gemma-Embedding).
+
+        **Raises:** `ValueError` for another `pooling`.
         """
         if pooling not in _REDUCTIONS:
             raise ValueError(
@@ -51,8 +54,13 @@ class Pooler(Module):
 
     @compiled_call("ejx.models.Pooler")
     def __call__(self, x: Array, padding_mask: Array | None = None) -> Array:
-        """`x`: features `[..., T, E]`; `padding_mask`: bool `[..., T]`, True for real tokens, by default all. **Returns:** vectors `[..., E]`, or as
-        wide as the last layer makes them: float32, of float64 float64."""
+        """**Arguments:**
+
+        - `x`: features `[..., T, E]`.
+        - `padding_mask`: bool `[..., T]`, True for real tokens; default all.
+
+        **Returns:** vectors `[..., E]`, or as wide as the last of `layers` makes them. They are float32, or float64 if `x` is.
+        """
         x = read_array("x", x, "floats", "[..., T, E]")
         check_tokens("padding_mask", padding_mask, "booleans", "x", x)
         real = jnp.ones(x.shape[:-1], bool) if padding_mask is None else jnp.asarray(padding_mask)
@@ -63,5 +71,5 @@ class Pooler(Module):
             y = jnp.vectorize(layer, signature="(e)->(o)")(y)
         if not self.normalize:
             return y
-        # Outside of the square root, which has no gradient at 0.
+        # The maximum is outside of the square root, since the root has no gradient at 0.
         return y * jax.lax.rsqrt(jnp.maximum(jnp.sum(y * y, axis=-1, keepdims=True), 1e-24))

@@ -15,15 +15,15 @@ from .vocabulary import embed
 
 
 def embed_positions(table: Array, tokens: Array, cache: Any, rows: dict[str, Any]) -> Array:
-    """The rows of the table `[positions, E]` for tokens `[..., T]`, counted in each text, cached ones included. Positions behind the table, where
-    they are no error, have NaN."""
+    """The embeddings `[..., T, E]` of the positions of tokens `[..., T]`, from the table `[positions, E]`. Positions after the end of the table give
+    NaN, where they are no error."""
     at = rows["batch"].positions if "batch" in rows else positions_of(tokens, rows, table.shape[0], cache)
     return jnp.where(at[..., None] < table.shape[0], embed(table, at), jnp.asarray(jnp.nan, table.dtype))
 
 
 def positions_of(tokens: Array, rows: dict[str, Any], room: int, cache: Any = None) -> Array:
-    """The positions of tokens `[..., T]` in their texts, int32, which begin at the first real token of a row or segment. As for the rows of a
-    cache, more than there is room for are an error, but in a program for a GPU."""
+    """The positions of tokens `[..., T]`, int32. They count from the first real token of each row or segment, cached tokens included. Positions from
+    `room` on are an error, except in a program for a GPU, as tokens that do not fit into a cache."""
     bounded = None if cache is None else cache.bounded[0]
     given = (rows.get("segment_ids"), rows.get("padding_mask"), None if bounded is None else bounded.lengths)
     say = lambda found: (

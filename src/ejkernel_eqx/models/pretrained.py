@@ -1,4 +1,4 @@
-"""A published model from its folder."""
+"""`from_pretrained` and `from_config`: published models, from their folder or their configuration."""
 
 import dataclasses
 import os
@@ -38,12 +38,15 @@ _OTHER_PARTS = tuple(f"{root}{part}.*" for root in ("", "model.") for part in _P
 
 
 def from_config(config: Mapping[str, Any], *, key: jax.Array, **options: Any) -> Any:
-    """A `Decoder` or, of an encoder, an `Encoder` with the architecture of a published model and random weights.
+    """Makes a model with the architecture of a published one and with random weights.
 
     **Arguments:**
 
     - `config`: the content of its `config.json`.
-    - `key`: a PRNG key; `options`: those of [`Decoder`][ejkernel_eqx.models.Decoder] or [`Encoder`][ejkernel_eqx.models.Encoder].
+    - `key`: a PRNG key for the weights.
+    - `options`: the arguments of [`Decoder`][ejkernel_eqx.models.Decoder] or [`Encoder`][ejkernel_eqx.models.Encoder].
+
+    **Returns:** a `Decoder`; for the configuration of an encoder, an `Encoder`.
 
     **Raises:** as [`decoder_config`][ejkernel_eqx.models.decoder_config].
     """
@@ -68,7 +71,8 @@ def from_pretrained(
     sharding: Callable[[str, Any], Any] | None = None,
     **options: Any,
 ) -> Any:
-    """A published model, as `transformers` and the Hugging Face Hub have it on disk. Nothing is downloaded, and no code in the folder is run.
+    """Reads a published model from a folder in the form of `transformers` and the Hugging Face Hub. It downloads nothing, and runs no code in the
+    folder.
 
     ```python
     model = ejx.models.from_pretrained("Qwen3-0.6B")
@@ -77,34 +81,39 @@ def from_pretrained(
 
     **Arguments:**
 
-    - `path`: a folder with `config.json` and safetensors, whole or sharded; `huggingface_hub.snapshot_download` makes one. Models:
-        those of `ejx.models.FAMILIES`.
-    - `dtype`: of the parameters; default that in which the model was published.
-    - `ignore`: names of weights that are not wanted, as patterns of `fnmatch`. Of a model of images or sound and text (with a
-        `text_config`), the weights of the other parts are left out anyway; of every model, those of layers that predict further tokens
-        (multi-token prediction).
-    - `dequantise`: whether quantised weights become floats of the model's dtype; or those whose names fit one of these patterns of `fnmatch`. By
-        default each is an [`ejkernel_eqx.QuantizedWeight`][]. Forms, by the `quantization_config`: `fp8`, `mxfp4`, `awq`, `gptq`,
-        `compressed-tensors`.
-    - `sharding`: for several devices, a function that says where each weight goes. It receives the path of the weight in the decoder, such as
-        `".stacks[0][0].mixer.q_proj.weight"`, and its shape and dtype as a `jax.ShapeDtypeStruct`; it returns a `jax.sharding.Sharding`,
-        or `None` for the default device. Weights of layers have a leading axis, the layers of their stack; those of `.shared_blocks` have none.
-    - `options`: those of [`Decoder`][ejkernel_eqx.models.Decoder]: `compute_dtype`, `platform`, `scan_layers`, `remat`, `expert_parallel`,
-        `sequence_axis`, `token_order`.
+    The weights are read layer by layer, so they need not fit into memory twice.
 
-    **Returns:** a `Decoder` or, of an encoder, an `Encoder`. With the files of sentence-transformers in the folder, its field `pooler` says how
-    [`embed`][ejkernel_eqx.models.embed] makes vectors. Its weights are read layer by layer, so that they need not be held twice.
+    **Arguments:**
 
-    **Raises:** `CheckpointError`, which is a `ValueError`, where the folder lacks a file, entries of `config.json` are missing, of another type or
-    out of bounds, or weights are missing, left over or of other shapes; where the `quantization_config` says what is not read, or the arrays of
-    a quantised weight do not fit together, before any of them is read;
-    `ValueError` for a model that is not supported.
+    - `path`: a folder with `config.json` and safetensors, in one file or several. `huggingface_hub.snapshot_download` writes one. The families are
+        the keys of `ejx.models.FAMILIES`.
+    - `dtype`: the dtype of the parameters; default that in which the model was published.
+    - `ignore`: patterns of `fnmatch` for the names of weights that are not wanted. Two kinds of weights are never read: the other parts of a model
+        with a `text_config`, such as those for images and sound, and the layers for multi-token prediction.
+    - `dequantise`: whether quantised weights become floats of the model's dtype; or patterns of `fnmatch` for the names of those that do. By
+        default each becomes an [`ejkernel_eqx.QuantizedWeight`][]. The `quant_method` may be `fp8`, `mxfp4`, `awq`, `gptq` or `compressed-tensors`.
+    - `sharding`: for several devices, a function of two arguments: the path of a weight in the model, such as
+        `".stacks[0][0].mixer.q_proj.weight"`, and its shape and dtype as a `jax.ShapeDtypeStruct`. It returns a `jax.sharding.Sharding`,
+        or `None` for the default device. Weights in a stack have a leading axis for its layers. Those of
+        `.shared_blocks` have none.
+    - `options`: further arguments of [`Decoder`][ejkernel_eqx.models.Decoder]: `compute_dtype`, `platform`, `scan_layers`, `remat`,
+        `expert_parallel`, `sequence_axis`, `token_order`.
+
+    **Returns:** a `Decoder`; of an encoder, an `Encoder`. If the folder has files of sentence-transformers, the field `pooler` determines how
+    [`embed`][ejkernel_eqx.models.embed] makes vectors.
+
+    **Raises:**
+
+    - `CheckpointError`, which is a `ValueError`, for a folder that lacks a file; for entries of `config.json` that are missing, of another type or
+        out of bounds; for weights that are missing, left over or of other shapes; and for a `quantization_config` that is not supported or does not
+        fit the arrays. Quantised arrays are checked before any of them is read.
+    - `ValueError` for a model that is not supported.
     """
     folder = pathlib.Path(path).expanduser()
     path = folder / "config.json"
     config = read_config(path)
     described = of_file(path, _described, config)
-    # Models for chats end a turn with tokens that often are in this file alone.
+    # In chat models, the tokens that end a turn are often in this file alone.
     beside = folder / "generation_config.json"
     if isinstance(described, DecoderConfig) and beside.is_file():
         stop = of_file(beside, stop_tokens, read_config(beside))
@@ -112,11 +121,11 @@ def from_pretrained(
     dtype = of_file(path, published_dtype, config) if dtype is None else dtype
     weights, pooler = Weights.open(folder, dequantise=dequantise), read_pooler(folder)
     if pooler is not None and isinstance(described, DecoderConfig):
-        # A model for vectors may be published without its head, which they do not need.
+        # A model for vectors needs no head, and may be published without one.
         has_head = any(name.endswith("lm_head.weight") for name in weights.names())
         described = described if has_head else dataclasses.replace(described, tie_embeddings=True)
     make = lambda: _model_of(described, dtype=dtype, **options, key=jax.random.key(0))
-    # Only shapes: none of the random weights is made. Integers (a layer's place in the model) are computed, as no file has them.
+    # Only shapes are computed, not the random weights. Integers, such as the index of a layer, are computed: no file has them.
     shapes = eqx.filter_eval_shape(make)
     is_integer = lambda x: eqx.is_array(x) and not jnp.issubdtype(x.dtype, jnp.inexact)
     integers = eqx.filter_jit(lambda: eqx.filter(make(), is_integer))()
@@ -129,7 +138,7 @@ def from_pretrained(
 
 
 def _drafting_layers(config: Mapping[str, Any]) -> list[str]:
-    """The layers behind the last one, which predict further tokens: patterns of the names of their weights."""
+    """Patterns for the names of the layers that predict further tokens. Their indices follow that of the last layer."""
     entries = text_entries(config)
     count, more = entries["num_hidden_layers"], entries.get("num_nextn_predict_layers") or 0
     return ["mtp.*", *(f"*.layers.{count + i}.*" for i in range(more))]
@@ -160,7 +169,7 @@ def _sharded(tree: Any, sharding: Callable[[str, Any], Any]) -> Any:
 
 
 def published_dtype(config: Mapping[str, Any]) -> Any:
-    """The dtype that a configuration names, by default float32."""
+    """The dtype in a configuration; float32 if there is none."""
     whole, text = entries_of(config), text_entries(config)
     names = (entries.get(name) for entries in (whole, text) for name in ("dtype", "torch_dtype"))
     name = next((name for name in names if name is not None), "float32").removeprefix("torch.")

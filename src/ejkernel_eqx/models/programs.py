@@ -1,4 +1,4 @@
-"""The programs of `generate` and `stream`, and their calls from the host."""
+"""The compiled programs of `generate` and `stream`, and the calls that the host makes of them."""
 
 import collections
 import contextlib
@@ -25,12 +25,12 @@ from .sampling import Sampling, SamplingArrays
 from .speculative import check_speculation, Speculation
 from .steps import Prompts, Rules, State
 
-# So many calls the device has been given when the host waits for the first of them.
+# The host starts this many calls before it waits for the first of them.
 _AHEAD = 3
 
 
 class Job(NamedTuple):
-    """What the steps of a call need."""
+    """The inputs of every step of a call: the model and the rules of choice."""
 
     model: Decoder
     rules: Rules
@@ -38,7 +38,7 @@ class Job(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The arguments of a call, read."""
+    """The arguments of a call, after they were read and checked."""
 
     job: Job
     prompts: Prompts
@@ -102,8 +102,8 @@ def _seeds(seed: int, key: Array | None, count: int) -> Array:
     return jnp.uint32(seed) + jnp.arange(count, dtype=jnp.uint32)
 
 
-# The programs. A report is what the host reads of a step: int32 `[T + 2, N]`, the tokens of T places, how many new tokens there are in all, and
-# whether the row has ended (1) and whether its logits were finite (2), as a sum.
+# The programs. The host reads a report of each call, int32 `[T + 2, N]`. Its first T rows are new tokens. The next row is the number of new tokens so
+# far. The last row is a sum of flags: 1 if the sequence has ended, 2 if its logits were finite.
 
 
 def _report(state: State, tokens: Array) -> Array:
@@ -147,7 +147,7 @@ def _continued(job_and_turns: tuple[Job, Array], state: State) -> tuple[State, A
 
 @eqx.filter_jit
 def _whole(job: Job, prompts: Prompts, capacity: int, dtype: Any) -> tuple[Array, Array, Array]:
-    """All in one program, for calls inside `jit` and on meshes."""
+    """The prompt and all steps as one program, for calls inside `jit` and on meshes."""
     arrays, static = eqx.partition((job, prompts), eqx.is_array)
 
     def run(arrays: Any) -> tuple[Array, Array, Array]:
@@ -158,14 +158,14 @@ def _whole(job: Job, prompts: Prompts, capacity: int, dtype: Any) -> tuple[Array
 
     if (mesh := mesh_of(arrays)) is None:
         return run(arrays)
-    # The compiler places what is in the loop: caches grow out of empty ones, whose layout no type says.
+    # The compiler chooses the shardings in the loop, since the type of an empty cache does not determine that of a filled one.
     whole = NamedSharding(mesh, PartitionSpec())
     on_mesh: Any = jax.sharding.auto_axes(run, out_sharding=(whole, whole, whole))
     return on_mesh(arrays)
 
 
 class _Static:
-    """What a program of a tree depends on besides its arrays. Hashed once, since the host calls a program for every token."""
+    """The static part of a tree, on which a program depends besides the arrays. It is hashed once, since the host calls a program for every token."""
 
     def __init__(self, tree: Any):
         leaves, self.tree = jax.tree.flatten(tree)
@@ -181,7 +181,7 @@ class _Static:
         )
 
     def whole(self, arrays: tuple[Array, ...]) -> Any:
-        """The tree with these arrays."""
+        """The tree with these arrays and the static part."""
         rest = iter(arrays)
         leaves = [next(rest) if x is None else x[1] for x in self.rest]
         return jax.tree.unflatten(self.tree, leaves)
@@ -195,7 +195,7 @@ def _arrays(tree: Any) -> tuple[Array, ...]:
 def _advance(
     job_of: _Static, state_of: _Static, count: int, weights: tuple[Array, ...], arrays: tuple[Array, ...]
 ) -> tuple[tuple[Array, ...], Array]:
-    """Takes `count` steps, written out. Arrays go in and out flat, because a model's tree takes the host longer than the rest of the call."""
+    """Takes `count` steps, unrolled. Arrays go in and out as flat tuples: flattening the tree of a model would take most of the host's time."""
     job, state, new = job_of.whole(weights), state_of.whole(arrays), []
     for _ in range(count):
         state, tokens = _step(job, state)
@@ -209,7 +209,7 @@ def _advance(
 def run(
     call: Call, dtype: Any, progress: Callable[[int], Any] | None, turns: int
 ) -> tuple[Array, Array, Array]:
-    """The new tokens `[N, S]`, -1 behind them, how many there are, and whether the logits were finite.
+    """Returns the new tokens `[N, S]`, padded with -1; their numbers `[N]`; and whether all logits were finite, `[N]`.
 
     `progress` is called with the number of tokens so far, after every `turns` steps.
     """
@@ -234,7 +234,7 @@ def run(
 
 
 def step_by_step(call: Call, dtype: Any, steps_per_call: int) -> Iterator[np.ndarray]:
-    """The report of each call of the device, the first with one token of each row, later ones with `steps_per_call`."""
+    """Yields the report of each call. The first has one token of each row, later ones have `steps_per_call`."""
     call, context = _on_automatic_mesh(call)
     with context():
         state, report = _begun(call.job, call.prompts, call.capacity, dtype)
@@ -246,7 +246,7 @@ def step_by_step(call: Call, dtype: Any, steps_per_call: int) -> Iterator[np.nda
 
 @dataclasses.dataclass
 class _Ahead:
-    """Calls of a program whose reports are read while the device runs the next ones."""
+    """Calls of a program that the host starts ahead: it reads the report of one while the device runs the next ones."""
 
     advance: Callable[[Any], tuple[Any, Array]]
     state: Any
@@ -254,7 +254,7 @@ class _Ahead:
     context: Callable[[], Any]
 
     def reports(self, calls: int) -> Iterator[np.ndarray]:
-        """The report at hand and those of up to `calls` calls, in order, until all rows have ended."""
+        """Yields the first report and those of up to `calls` calls, in order, until all rows have ended."""
         reports = collections.deque([self.report])
         while reports:
             while calls and len(reports) < _AHEAD:
@@ -270,8 +270,8 @@ class _Ahead:
 
 
 def _on_automatic_mesh(call: Call) -> tuple[Call, Any]:
-    """The call with arrays of an explicit mesh on an equal one whose layouts the compiler chooses, and the context for its programs. Between
-    programs the layout of a state is then the compiler's too."""
+    """The call with its arrays on an automatic mesh instead of an explicit one, and the context for its programs. So the compiler also chooses the
+    shardings of the state between programs."""
     if mesh_of((call.job, call.prompts)) is None:
         return call, contextlib.nullcontext
     mesh = _explicit_mesh(call)
@@ -286,12 +286,12 @@ def _on_automatic_mesh(call: Call) -> tuple[Call, Any]:
 
 
 def _explicit_mesh(tree: Any) -> Mesh:
-    """The mesh with devices of known arrays on an explicit one."""
+    """The explicit mesh of the arrays, if they are known and on one."""
     return next(x.sharding.mesh for x in jax.tree.leaves(tree) if mesh_of(x) is not None)
 
 
 def warn_of_rows(name: str, finite: np.ndarray, callers: int) -> None:
-    """Warns, as function `name`, of rows whose logits are not finite. The user's line is so many `callers` above."""
+    """Warns, in the name of the function `name`, of rows whose logits are not finite. The user's line is `callers` frames above."""
     if not np.all(finite):
         warnings.warn(
             f"{name}: the logits of rows {np.flatnonzero(~finite.astype(bool)).tolist()} are not finite, so these rows ended early; look for "

@@ -1,4 +1,4 @@
-"""The prompts of a call and the tokens that end a row, read and checked."""
+"""Reads and checks the prompts of a call and its stop tokens."""
 
 import reprlib
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from jax import Array
 from ..dispatch import Backend
 from ..nn.arguments import check_tokens, is_known, read_array
 
-# To a multiple of these, prompts and tokens that end a row are padded, so that few shapes are compiled.
+# Prompts and lists of stop tokens are padded to a multiple of these, so that few shapes are compiled.
 _ROUNDING, _STOPS = 64, 8
 
 
@@ -21,17 +21,18 @@ def rounded(count: int) -> int:
 
 
 def in_few_sizes(count: int, least: int, most: int | None = None) -> int:
-    """A count, rounded up so that there are two sizes for each doubling: to multiples of `least` at first, and of `most` in the end."""
+    """A count, rounded up to one of few sizes. There are two sizes for each doubling. Small counts become multiples of `least`, large ones of
+    `most`."""
     step = max(least, (1 << (count - 1).bit_length()) // 4)
     step = step if most is None else min(step, most)
     return -(-count // step) * step
 
 
 def capacity_of(count: int, backend: Backend) -> int:
-    """The number of tokens that a cache for `count` has room for.
+    """The capacity of a cache for `count` tokens.
 
-    Each capacity is a program, so there are few: two for each doubling, from 256 on, and multiples of 4,096 for long texts. The price is memory: up
-    to half as much again from 512 tokens on. On a CPU a step reads all the room, so it is a multiple of 64 there.
+    Each capacity needs a program of its own, so there are few: two for each doubling from 256 on, and multiples of 4,096 for long texts. A cache may
+    therefore be up to half as large again as needed. On a CPU a step reads the whole capacity, so there it is a multiple of 64.
     """
     if backend is Backend.CPU:
         return rounded(count)
@@ -39,8 +40,8 @@ def capacity_of(count: int, backend: Backend) -> int:
 
 
 def widened(*rows: Array) -> tuple[Array, ...]:
-    """Tokens `[N, T]` and their mask, with padding on the left up to a power of two or a multiple of 64. Where they are traced or on several
-    devices, as they are."""
+    """Tokens `[N, T]` and their mask, padded on the left to a power of two or a multiple of 64. Traced arrays and those on several devices stay as
+    they are."""
     if not all(is_known(x) and len(x.sharding.device_set) == 1 for x in rows):
         return rows
     length = rows[0].shape[1]
@@ -49,7 +50,7 @@ def widened(*rows: Array) -> tuple[Array, ...]:
 
 
 def read_stop(stop: Any, vocabulary: int) -> Array:
-    """Int32 `[...]`, some of them -1, which is no token."""
+    """The stop tokens, int32 `[...]`, padded with -1, which is no token."""
     if not isinstance(stop, Sequence | np.ndarray | Array):
         raise ValueError(
             f"stop_tokens: expected a sequence of tokens, received {stop!r}; (2,) is one, and () stops at none."
@@ -66,7 +67,7 @@ def read_stop(stop: Any, vocabulary: int) -> Array:
 
 
 def read_prompts(prompts: Any, padding_mask: Any, vocabulary: int) -> tuple[Array, Array]:
-    """Tokens and whether each is real, `[..., T]`."""
+    """The tokens of all prompts and their mask, `[..., T]`."""
     if isinstance(prompts, Array | np.ndarray):
         tokens = read_array("prompts", prompts, "integers", "[..., T]")
         if tokens.ndim < 1 or tokens.shape[-1] == 0:
@@ -109,7 +110,7 @@ def _padded(prompts: Any) -> tuple[Array, Array]:
 
 
 def rows_of(prompts: Any, name: str = "prompts") -> list[list[int]]:
-    """The tokens of each prompt, from lists or arrays of them."""
+    """The tokens of each prompt, from a list of lists or arrays."""
     is_list = isinstance(prompts, Sequence) and not isinstance(prompts, str | bytes)
     if is_list and any(isinstance(row, int | np.integer) for row in prompts):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Published models as decoders and encoders: what their `config.json` means here."""
+"""Reads the `config.json` of published models into configurations of decoders and encoders."""
 
 import dataclasses
 import json
@@ -44,21 +44,21 @@ class _Family(NamedTuple):
     scaled_embedding: bool = False
     has_mlp: bool = True
     has_gate: bool = True
-    """Whether its MLPs do."""
+    """Whether its MLPs have a gate."""
     norm_type: NormType = "rms"
     mlp_bias: bool | str = False
     """Whether the projections of its MLPs have biases, or the entry that says so."""
     has_positions: bool = False
-    """Whether it learns its positions."""
+    """Whether it has learned embeddings of positions."""
     output_scale: bool = False
     recurrent_norms: Norms | None = None
-    """Those of layers without attention, where they differ."""
+    """The norms of layers without attention, if they differ."""
     beside: str | None = None
     """The second mixer of every layer."""
     is_encoder: bool = False
     """Whether its tokens see later ones."""
     defaults: Mapping[str, Any] = {}
-    """Of entries that published configurations leave out."""
+    """Values of entries that published configurations leave out."""
 
 
 _TANH = "gelu_pytorch_tanh"
@@ -168,7 +168,7 @@ FAMILIES: dict[str, _Family] = {
     ),
     "olmo_hybrid": _Family("post", recurrent="gated_delta_net", recurrent_norms="pre"),
     "kimi_linear": _Family(attention="latent_attention", recurrent="kimi_delta_attention", defaults=_EPS),
-    # Norms behind a sum with the residual are norms before the next branch, whose residual they are.
+    # A norm after the sum with the residual equals a norm before the next branch whose output is also the residual of that branch.
     **dict.fromkeys(
         BERTS,
         _Family(
@@ -284,7 +284,7 @@ def _body(whole: Entries, entries: Entries) -> DecoderConfig:
 
 
 def _as_text(config: Mapping[str, Any]) -> str | None:
-    """The configuration as JSON; `None` for one that JSON cannot hold, which can be read and not be saved."""
+    """The configuration as JSON. `None` if JSON cannot hold it; such a model can be read, but not saved."""
     try:
         return json.dumps(dict(config), skipkeys=True, default=_plain)
     except (RecursionError, TypeError, ValueError):
@@ -406,7 +406,7 @@ def _with_blocks(config: Entries, layers: list[LayerConfig]) -> SharedBlockConfi
 
 
 def _falcon_norms(config: Entries) -> Norms:
-    """One norm for both branches, two, or one after the other."""
+    """The places of the norms, from entries for parallel branches."""
     if not config.get("new_decoder_architecture"):
         return "parallel" if config.get("parallel_attn") else "pre"
     refuse(config, parallel_attn=True)

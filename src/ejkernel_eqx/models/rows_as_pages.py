@@ -1,7 +1,7 @@
-"""Few tokens a row over a `DecoderCache`, as a call over the pages and slots of serving: the same arrays in other shapes.
+"""Runs a call with few tokens a row on the kernels of serving. The arrays of a `DecoderCache` are reshaped to pages and slots for it.
 
-Over pages, kernels write new tokens into the arrays of all layers, which a loop over layers carries. Taken apart layer by layer and put together
-again, these arrays would be copied in every step.
+These kernels write new tokens into arrays over all layers, which a loop over the layers carries. So nothing is copied. A scan over the layers' parts
+of these arrays would copy them in every step.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ _STORED = ("bfloat16", "float16", "float32")
 
 
 class PagedRows(NamedTuple):
-    """The call over pages."""
+    """A call over rows, in the form of a call over pages."""
 
     rows: DecoderCache
     """The cache before the call."""
@@ -47,7 +47,7 @@ class PagedRows(NamedTuple):
 
     @classmethod
     def of(cls, shape: tuple[int, ...], cache: DecoderCache, rows: dict[str, Any]) -> "PagedRows":
-        """The call over rows with an input `[..., T, E]` of this shape."""
+        """Makes it from a call over rows whose input has the shape `[..., T, E]`."""
         lead, tokens, bounded = shape[:-2], shape[-2], cache.bounded
         size, real = math.prod(lead), rows.get("padding_mask")
         count = jnp.full(lead, tokens, jnp.int32) if real is None else jnp.sum(real, axis=-1, dtype=jnp.int32)
@@ -83,14 +83,14 @@ class PagedRows(NamedTuple):
         return cls(cache, ServingCache(tuple(map(view, cache.stacks))), batch, count, refused, place)
 
     def tokens(self, x: Array) -> Array:
-        """The tokens `[..., T, E]` of the rows as those of the batch."""
+        """The features `[..., T, E]` of rows as packed features of the batch."""
         x = x.reshape(-1, x.shape[-1])
         if self.place is None:
             return x
         return jnp.zeros_like(x).at[self.place].set(x, mode="drop")
 
     def results(self, x: Array, pages: ServingCache) -> tuple[Array, DecoderCache]:
-        """The features `[..., T, E]` of tokens of the batch, and the cache after the call."""
+        """The packed features of the batch as `[..., T, E]`, and the cache after the call."""
         if self.place is not None:
             x = x.at[self.place].get(mode="clip")
         x = x.reshape(*self.count.shape, -1, x.shape[-1])
@@ -112,7 +112,7 @@ class PagedRows(NamedTuple):
 
 
 def have_pages(model: Any, x: Array, cache: DecoderCache, rows: dict[str, Any]) -> bool:
-    """Returns whether a call over rows with the input `x [..., T, E]` of the layers can be one over pages, and is faster as such."""
+    """Returns whether a call of the layers with the input `x [..., T, E]` can run over pages and is faster so."""
     lead, tokens = x.shape[:-2], x.shape[-2]
     if (
         tokens > MOST_TOKENS
@@ -128,7 +128,7 @@ def have_pages(model: Any, x: Array, cache: DecoderCache, rows: dict[str, Any]) 
 
 
 def as_differentiated(call: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, whose derivative is that of `other`: a function with the same results."""
+    """The function `call` with the derivative of `other`, which has the same results."""
 
     def run(*args: Any) -> Any:
         arrays, static = eqx.partition(args, eqx.is_array)
@@ -141,13 +141,13 @@ def as_differentiated(call: Callable[..., Any], other: Callable[..., Any]) -> Ca
 
 
 def _page_size(max_length: int) -> int:
-    """The largest power of two in question that divides the capacity of a row; else the row is one page."""
+    """The tokens of a page: the largest power of two that kernels take and that divides the capacity of a row. Else the row is one page."""
     page = math.gcd(max_length, _LARGEST_PAGE)
     return page if page >= _SMALLEST_PAGE else max_length
 
 
 def _as_pages(cache: Any, page: int, lead: int) -> Any:
-    """The cache of stacked layers whose rows have `lead` axes, as pages or slots."""
+    """The cache of stacked layers, reshaped to pages or slots. `lead` is the number of axes of its rows."""
     pool = lambda x, rank: x.reshape(x.shape[0], -1, page, *x.shape[x.ndim - rank :])
     if isinstance(cache, KVCache):
         return PagedKVCache(pool(cache.k, 2), pool(cache.v, 2))
@@ -157,7 +157,7 @@ def _as_pages(cache: Any, page: int, lead: int) -> Any:
 
 
 def _has_pages(mixer: Any, cache: Any, lead: tuple[int, ...]) -> bool:
-    """Returns whether the cache of a layer, as pages or slots, has the same content, and the layer runs over those by compiled kernels."""
+    """Returns whether the cache of a layer can be reshaped to pages or slots, and compiled kernels run the layer over them."""
     if isinstance(mixer, CrossLayerAttention):
         return _is_compiled(mixer.paged_attention)
     arrays, batch = jax.tree.leaves(cache), 1 + len(lead)
@@ -190,13 +190,12 @@ def _is_compiled(kernel: Any) -> bool:
 
 
 def meshes_of(tree: Any) -> list[Any]:
-    """The meshes of the context and in the types of arrays, also of automatic ones."""
+    """The meshes of the context and of the types of the arrays, automatic ones included."""
     arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, Array)]
     meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in arrays)]
     return [mesh for mesh in dict.fromkeys(meshes) if not mesh.empty]
 
 
 def _on_one_device(tree: Any) -> bool:
-    """Returns whether no array is split. Over several devices, the rows of a cache are split by the axes of its arrays, and the pages of a pool
-    are not."""
+    """Returns whether all arrays are on one device. On several, a cache of rows may be split by its axes. A pool of pages cannot be split so."""
     return all(mesh.size == 1 and len(mesh.auto_axes) == len(mesh.axis_names) for mesh in meshes_of(tree))

@@ -1,4 +1,4 @@
-"""The choice of the next token from logits."""
+"""Chooses the next token from logits."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -27,16 +27,18 @@ def _check_integer(name: str, value: Any, most: int | None, remedy: str) -> None
 @explained_options
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """The choice of the tokens of one text. Equal texts with equal seeds continue equally, whatever runs beside them. Of equal logits, that of the
-    lower token counts as the likelier.
+    """How the tokens of one text are drawn: from the softmax of the logits over the temperature, among the tokens that all options leave.
+
+    A token depends on the text, the options and the seed only, not on other texts in the batch. If two logits are equal, the lower token counts as
+    more likely.
 
     **Arguments:**
 
-    - `temperature`: what logits are divided by; 0 takes the most likely token, whatever the other options are.
-    - `top_k`: only the `top_k` likeliest; 0 for all.
-    - `top_p`: of these, the smallest set of the likeliest whose probability reaches `top_p` (Holtzman et al. 2020, arXiv:1904.09751).
-    - `seed`: from 0 to $2^{32} - 1$.
-    - `min_p`: of these, those with at least `min_p` times the probability of the likeliest (Nguyen et al. 2024, arXiv:2407.01082).
+    - `temperature`: the divisor of the logits. 0 takes the most likely token, whatever the other options are.
+    - `top_k`: keeps the `top_k` most likely tokens; 0 keeps all.
+    - `top_p`: of these, keeps the most likely ones until their probabilities sum to `top_p` (Holtzman et al. 2020, arXiv:1904.09751).
+    - `seed`: an integer from 0 to $2^{32} - 1$.
+    - `min_p`: of these, keeps the tokens with at least `min_p` times the probability of the most likely one (Nguyen et al. 2024, arXiv:2407.01082).
 
     **Raises:** `ValueError` for numbers out of range.
     """
@@ -65,7 +67,7 @@ class Sampling:
 
 
 class SamplingArrays(NamedTuple):
-    """`Sampling`, and the position of the token that is chosen, for each row of a batch."""
+    """The options of `Sampling` for each row of a batch, and the position of the token that is chosen."""
 
     temperature: Any  # float32 [N]
     top_k: Any  # int32 [N]
@@ -76,29 +78,29 @@ class SamplingArrays(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[tuple[Sampling, int]], size: int) -> "SamplingArrays":
-        """`rows`, each with its position, and, up to `size`, more that are greedy."""
+        """Arrays of the rows, each with its position, padded with greedy rows to `size`."""
         rows = [*rows, *[(Sampling(), 0)] * (size - len(rows))]
         kinds = {"temperature": np.float32, "top_p": np.float32, "min_p": np.float32, "seed": np.uint32}
         columns = {name: np.array([getattr(s, name) for s, _ in rows], kind) for name, kind in kinds.items()}
-        # No vocabulary is larger than this: it stands for all.
+        # No vocabulary is larger than this number, so it keeps all tokens.
         top_k = np.array([min(s.top_k, 2**31 - 1) for s, _ in rows], np.int32)
         return cls(**columns, top_k=top_k, position=np.array([position for _, position in rows], np.int32))
 
 
 def sample(logits: Array, sampling: SamplingArrays) -> Array:
-    """A token for each row of the float32 `logits [N, V]`, int32 `[N]`. A row's choice depends on nothing but the row."""
-    # Greedy rows need no order of the whole vocabulary.
+    """Chooses a token for each row of the float32 `logits [N, V]`. Returns int32 `[N]`. Rows do not affect each other."""
+    # Greedy rows need no sorting of the vocabulary.
     any_drawn = jnp.any(jnp.asarray(sampling.temperature) > 0)
     return jax.lax.cond(any_drawn, lambda: draw(logits, sampling), lambda: greedy(logits))
 
 
 def greedy(logits: Array) -> Array:
-    """The likeliest token of each row: `sample` where every temperature is 0."""
+    """The most likely token of each row, as `sample` chooses where every temperature is 0."""
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 def draw(logits: Array, sampling: SamplingArrays) -> Array:
-    """Does what `sample` does, without a branch that the host would have to wait for."""
+    """The same as `sample`, without a branch in the program."""
     return jax.vmap(_sample_row)(logits, sampling)
 
 
@@ -114,7 +116,7 @@ def _sample_row(logits: Array, sampling: SamplingArrays) -> Array:
 def candidates(
     logits: Array, temperature: Array, top_k: Array, top_p: Array, min_p: Array | float = 0.0
 ) -> tuple[Array, Array, Array]:
-    """The tokens from the likeliest on, their logits over the temperature, and whether each may be drawn; `[V]` each."""
+    """The tokens in the order of their probability, their logits over the temperature, and whether each may be drawn. Each is `[V]`."""
     order = jnp.argsort(-logits)  # stable: the first of equals comes first, as with argmax
     ranked = logits[order]
     ranked = (ranked - ranked[0]) / jnp.maximum(temperature, 1e-6)
@@ -122,6 +124,6 @@ def candidates(
     kept = (top_k <= 0) | (rank < top_k)
     mass = jax.nn.softmax(jnp.where(kept, ranked, -jnp.inf))
     before = jnp.cumsum(mass) - mass
-    # Whether what is in front has not reached top_p yet. Sums are rounded, so that 1 is a case of its own.
+    # A token is kept if those before it do not reach top_p. Sums are rounded, so top_p = 1 is a case of its own.
     kept = kept & ((before < top_p) | (rank == 0) | (top_p >= 1))
     return order, ranked, kept & (jnp.exp(ranked) >= min_p)

@@ -1,4 +1,4 @@
-"""`save_pretrained`: a model in its published form, which `transformers` and `from_pretrained` read."""
+"""`save_pretrained`: writes a model in its published form, which `transformers` and `from_pretrained` read."""
 
 import contextlib
 import dataclasses
@@ -51,20 +51,22 @@ def save_pretrained(
     ejx.models.save_pretrained(model, "tuned", like="Qwen3-0.6B")
     ```
 
-    Updates by [`LoRA`][ejkernel_eqx.models.LoRA] are merged into the weights, or saved alone with `adapters`. Each array keeps its dtype. The folder
-    appears when all of it is written.
+    Updates by [`LoRA`][ejkernel_eqx.models.LoRA] are merged into the weights, or saved alone with `adapters=True`. Each array keeps its dtype. The
+    folder gets its name when all files in it are complete.
 
     **Arguments:**
 
-    - `model`: from `from_pretrained` or `from_config`.
-    - `path`: a folder that does not exist, or is empty.
-    - `like`: the folder of the published model. Its names are used, its tokenizer and chat template are copied, and so are the weights that the
-        model does not have (those of images, say). By default the names are those of the family, and only weights and `config.json` are written.
+    - `model`: a `Decoder` from `from_pretrained` or `from_config`.
+    - `path`: a folder that does not exist or is empty.
+    - `like`: the folder of the published model. The new folder has the names of its arrays, a copy of its tokenizer and chat template, and copies of
+        the weights that the `Decoder` does not have, such as those for images. By default the names are those of the family, and only weights and
+        `config.json` are written.
     - `adapters`: whether only the updates are saved, in the form of `peft`: `adapter_model.safetensors` and `adapter_config.json`.
-    - `max_shard_bytes`: the size from which on weights are in several files, with an index.
+    - `max_shard_bytes`: the maximum size of a file of weights, in bytes. Larger models become several files with an index.
 
-    **Raises:** `ValueError` for a folder that holds something; a model that was not built from a published configuration, or has other arrays
-    than that says; quantised weights ([`ejkernel_eqx.dequantise`][] makes floats); updates of projections that are published as parts of one.
+    **Raises:** `ValueError` for a folder that is not empty; for a model without a published configuration, or with other arrays than its
+    configuration describes; for quantised weights ([`ejkernel_eqx.dequantise`][] makes floats of them); and with `adapters`, for updates of
+    projections that are published as parts of one array.
     """
     check_sizes(max_shard_bytes=max_shard_bytes)
     target = pathlib.Path(path).expanduser()
@@ -126,7 +128,7 @@ def _configuration(model: Any, origin: pathlib.Path | None) -> dict[str, Any]:
 
 
 def _source(model: Decoder, config: Mapping[str, Any], origin: pathlib.Path | None) -> Source:
-    """The names that tell the form."""
+    """The published arrays whose names identify the form."""
     if origin is not None:
         return opened(origin, False)
     form = FORMS.get(text_entries(config)["model_type"], Form())
@@ -154,11 +156,11 @@ def _check_arrays(model: Decoder) -> None:
 
 
 def _weights(model: Decoder, source: Source, copies: bool) -> Iterator[tuple[str, np.ndarray]]:
-    """Published arrays by name, and those of the source that the model does not have."""
+    """Yields the published arrays of the model by name, then those of the source that the model does not have."""
     view = Recorder.over(source)
     for module, read, views in parts_of(model, view):
         yield from arrays_of(module, read, views).items()
-    # The head of a model that has none is the embedding, which has changed.
+    # If the embedding is the head, it has changed, and the head of the source must not be copied.
     tied = ("lm_head.weight", "embed_out.weight") if model.head is None else ()
     for name in source.names() if copies else ():
         if name not in view.recorded and not name.endswith(tied):
@@ -226,7 +228,7 @@ def _adapters(model: Decoder, source: Source, base: str) -> tuple[dict[str, np.n
 
 @contextlib.contextmanager
 def _new_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A folder that takes its name when the block ends, and is removed if the block fails."""
+    """A folder that gets its name when the block ends. If the block fails, it is removed."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(suffix=".tmp", prefix=f".{target.name}.", dir=target.parent) as around:
         folder = pathlib.Path(around) / target.name

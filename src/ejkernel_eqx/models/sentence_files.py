@@ -1,4 +1,4 @@
-"""The files of sentence-transformers beside a model: how its vectors are made."""
+"""Reads the files of sentence-transformers beside a model, which say how a text becomes a vector."""
 
 import pathlib
 import re
@@ -30,7 +30,7 @@ _FLAGS = (
 
 
 def read_pooler(folder: pathlib.Path) -> Pooler | None:
-    """What `modules.json` and the folders that it names say; `None` without it."""
+    """The `Pooler` that `modules.json` and the folders in it describe; `None` without that file."""
     path, layers = folder / "modules.json", []
     if not path.is_file():
         return None
@@ -44,7 +44,7 @@ def read_pooler(folder: pathlib.Path) -> Pooler | None:
 
 
 def _steps(modules: Any) -> list[tuple[str, str]]:
-    """The kind of each module and its folder."""
+    """The type and the folder of each module."""
     is_list = isinstance(modules, list) and all(isinstance(module, Mapping) for module in modules)
     listed = [entries_of(module) for module in modules[:_MOST_MODULES]] if is_list else []
     steps = [(str(module.get("type")).rpartition(".")[2], module.get("path") or "") for module in listed]

@@ -21,22 +21,24 @@ _PAGE_SIZE = 64
 
 
 class Speculation(Module):
-    """Speculative decoding (Leviathan et al. 2023, arXiv:2211.17192), for [`generate`][ejkernel_eqx.models.generate] and, without a draft
-    model, for [`Engine`][ejkernel_eqx.serving.Engine]. A step proposes `num_draft_tokens` tokens of each row, which a single call of the model
-    verifies: the row gets those that are what the model chooses, and one more. A decode step is bound by memory, so that this call takes little
-    longer than one for a single token.
+    """Speculative decoding (Leviathan et al. 2023, arXiv:2211.17192): several tokens in one step of the model.
 
-    Every token is the one that the model chooses at its place, with the same seed, so texts are those without speculation, drawn ones too, up to the
-    rounding of logits. Drafts are drawn with the noise of their place, which makes them agree with the model's draw as often as
-    Gumbel sampling allows (Daliri et al. 2024, arXiv:2408.07978). Where the weights hold NaN, a draft may end a row that would not have read it.
+    A step proposes `num_draft_tokens` tokens of each row, the drafts. One call of the model verifies them all. The row gets the drafts up to the
+    first one that the model itself would not have chosen, and one token more. Reading the weights takes most of the time of a decode step, so this
+    call takes little longer than one for a single token. [`generate`][ejkernel_eqx.models.generate] takes a `Speculation`. So does
+    [`Engine`][ejkernel_eqx.serving.Engine], without a draft model.
+
+    Every token is the one that the model chooses at its position, with the same seed. So texts are the same as without speculation, drawn ones
+    included, up to the rounding of logits. A draft is drawn with the random numbers of its position, which makes it agree with the model's choice
+    more often (Daliri et al. 2024, arXiv:2408.07978). If the weights hold NaN, a wrong draft may read them and end a row.
 
     **Arguments:**
 
-    - `draft`: a smaller [`Decoder`][ejkernel_eqx.models.Decoder] with the vocabulary of the model. `None` looks drafts up in the row itself, its
-        prompt and its new tokens: what followed the last place with the same tokens as the end of the text (prompt lookup, Saxena 2023). That
-        costs next to nothing, and is good where texts repeat their prompts, as in summaries and changes of code.
-    - `num_draft_tokens`: the number of tokens proposed in a step.
-    - `max_ngram`: how many tokens at the end of the text are looked for at most; without a draft model.
+    - `draft`: a smaller [`Decoder`][ejkernel_eqx.models.Decoder] with the vocabulary of the model. With `None`, drafts are looked up in the row
+        itself, prompt included: the last tokens of the text are searched in the text before, and the drafts are the tokens that followed there
+        (prompt lookup, Saxena 2023). This takes next to no time. It helps if texts repeat their prompts, as in summaries and changes of code.
+    - `num_draft_tokens`: the number of drafts in a step.
+    - `max_ngram`: without a draft model, the maximum number of last tokens that are searched.
 
     **Raises:** `ValueError` for a draft that is no `Decoder`, or sizes below 1.
     """
@@ -69,7 +71,7 @@ def check_speculation(speculate: Any, vocabulary: int) -> None:
 
 
 class _Known(NamedTuple):
-    """What the device keeps of the texts between steps."""
+    """The texts and caches that the device keeps between steps."""
 
     cache: ServingCache
     """What was before the last token."""
@@ -95,7 +97,7 @@ def begin(
     sizes = {"num_pages": pages, "page_size": _PAGE_SIZE, "num_slots": rows, "dtype": dtype}
     length = jnp.sum(mask, axis=1, dtype=jnp.int32)
     place = jnp.arange(width, dtype=jnp.int32)[None]
-    # Real tokens are side by side, wherever the padding is.
+    # The real tokens of a row are side by side. Padding may be on both sides.
     tokens = jnp.take_along_axis(tokens, (jnp.argmax(mask, axis=1)[:, None] + place) % width, axis=1)
     tokens = jnp.where(place < length[:, None], tokens, 0)
     none = jnp.zeros(rows, jnp.int32)
@@ -128,8 +130,8 @@ def step(model: Decoder, rules: Rules, speculation: Speculation, state: State) -
 
 
 def looked_up(text: Array, length: Array, count: int, most: int) -> Array:
-    """Drafts `[N, count]`, looked up in texts of at least two tokens: what followed the last of the places whose tokens are those at the end of the
-    text, as many as possible up to `most`. A text that ends before `count` tokens is taken to repeat itself."""
+    """Drafts `[N, count]`, looked up in texts of at least two tokens. The search is for an earlier place with the same tokens as the end of the text,
+    as many as possible up to `most`. The last such place counts. If fewer than `count` tokens follow it, they are repeated."""
     rows, room = text.shape
     place = jnp.arange(room, dtype=jnp.int32)[None]
     same, matches = jnp.ones((rows, room), bool), jnp.zeros((rows, room), jnp.int32)
@@ -137,7 +139,7 @@ def looked_up(text: Array, length: Array, count: int, most: int) -> Array:
         end = jnp.take_along_axis(text, jnp.maximum(length[:, None] - 1 - back, 0), axis=1)
         same &= (jnp.roll(text, back, axis=1) == end) & (place >= back)
         matches += same.astype(jnp.int32)
-    # Longer matches first, of equals the last.
+    # Longer matches are better. Of equally long ones, the last is taken.
     score = jnp.where(place < length[:, None] - 1, matches * room + place, -1)
     best = jnp.argmax(score, axis=1).astype(jnp.int32)[:, None]
     period = jnp.maximum(length[:, None] - 1 - best, 1)
@@ -146,7 +148,7 @@ def looked_up(text: Array, length: Array, count: int, most: int) -> Array:
 
 
 def _drafted(draft: Decoder, rules: Rules, count: int, state: State) -> tuple[Array, _Known]:
-    """Drafts `[N, count]` of a draft model, and the texts as it knows them then."""
+    """Drafts `[N, count]` of a draft model, and the texts with its new cache."""
     known: _Known = state.cache
     assert known.draft is not None
     rows, room = known.text.shape
@@ -173,7 +175,7 @@ def _drafted(draft: Decoder, rules: Rules, count: int, state: State) -> tuple[Ar
 
 
 def _taken_back(ahead: ServingCache, before: ServingCache) -> ServingCache:
-    """The caches without the tokens that were read last: pages as they are, since later tokens overwrite them, and states as they were."""
+    """The caches without the tokens that were read last. Pages stay, since later tokens overwrite them. States are the earlier ones."""
     keep = lambda new, old: new if hasattr(new, "copy_pages") else old
     stacks = [
         CacheState(tuple(map(keep, new.layers, old.layers)), new.batch_ndim)
@@ -183,7 +185,7 @@ def _taken_back(ahead: ServingCache, before: ServingCache) -> ServingCache:
 
 
 def _written(state: State, new: Array) -> State:
-    """The state with new tokens, int32 `[N, 1 + D]`, -1 behind them, in the texts."""
+    """The state after new tokens were added to the texts: int32 `[N, 1 + D]`, padded with -1."""
     known: _Known = state.cache
     rows, width = new.shape
     place = known.length[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
@@ -196,10 +198,9 @@ def _written(state: State, new: Array) -> State:
 def _read(
     model: Decoder, cache: ServingCache, tokens: Array, counts: Array, before: Array, room: int
 ) -> tuple[Array, Array, ServingCache, RaggedBatch]:
-    """Runs a model on the first `counts [N]` of the tokens `[N, T]` of each row, behind `before [N]` others, with `room` for so
-    many tokens of each row.
+    """Runs a model on the first `counts [N]` of the tokens `[N, T]` of each row, after `before [N]` cached tokens. `room` is the capacity of a row.
 
-    **Returns:** the features of all tokens, packed, `[N * T, E]`; where those of each token are, int32 `[N, T]`; the cache; and the batch.
+    **Returns:** the packed features `[N * T, E]`; the index of each token's features, int32 `[N, T]`; the cache; and the batch.
     """
     rows, width = tokens.shape
     total, row = rows * width, jnp.arange(rows, dtype=jnp.int32)

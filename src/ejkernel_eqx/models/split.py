@@ -1,4 +1,4 @@
-"""The options of the layers of a model whose tokens a mesh axis splits."""
+"""Options of mixers for models whose tokens are split over a mesh axis."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ _WHOLE = ("latent_attention", "native_sparse_attention", "cross_layer_attention"
 
 
 def split_options(config: DecoderConfig, axis: str | None, order: str) -> dict[str, dict[str, Any]]:
-    """The options of each mixer of a model whose tokens a mesh axis splits."""
+    """The options of each mixer of a model whose tokens are split over a mesh axis, by the name of the mixer."""
     branches = [branch for layer in config.layers for branch in (layer, layer.beside) if branch is not None]
     names = dict.fromkeys(branch.mixer for branch in branches)
     if axis is None:

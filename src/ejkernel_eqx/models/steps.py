@@ -1,4 +1,4 @@
-"""Steps of decoding: which tokens a step adds to each row, and the step of one token."""
+"""Decode steps: reading the prompts, a step of one token, and how a step adds tokens to each row."""
 
 from typing import Any, NamedTuple
 
@@ -29,15 +29,15 @@ class Rules(NamedTuple):
 
 
 class State(NamedTuple):
-    """What the device keeps between steps."""
+    """The arrays that the device keeps between steps."""
 
     cache: Any
-    """What was before `last`."""
+    """The tokens before `last`."""
     last: Array  # int32 [N]: the last token of each row
-    written: Array  # int32 [N, S]: the new tokens of each row, -1 behind them
-    count: Array  # int32 [N]: how many there are
+    written: Array  # int32 [N, S]: the new tokens of each row, padded with -1
+    count: Array  # int32 [N]: the number of new tokens
     done: Array  # bool [N]: the row has ended
-    finite: Array  # bool [N]: all logits of the row were
+    finite: Array  # bool [N]: all logits of the row were finite
 
     @classmethod
     def empty(cls, cache: Any, rows: int, room: int) -> "State":
@@ -47,14 +47,14 @@ class State(NamedTuple):
 
 
 def take(state: State, logits: Array, drafts: Array, rules: Rules) -> tuple[State, Array]:
-    """Adds tokens to each row: one, and one more for each draft that is what the model chooses.
+    """Adds new tokens to each row: the drafts up to the first one that the model does not choose, and one token more.
 
     **Arguments:**
 
     - `logits`: float32 `[N, 1 + D, V]`, after the last token and after each draft.
     - `drafts`: int32 `[N, D]`, proposed for the next places.
 
-    **Returns:** the state, and the new tokens, int32 `[N, 1 + D]`, -1 behind them.
+    **Returns:** the state, and the new tokens, int32 `[N, 1 + D]`, padded with -1.
     """
     rows, width, vocabulary = logits.shape
     place = jnp.arange(width, dtype=jnp.int32)[None]
@@ -65,7 +65,7 @@ def take(state: State, logits: Array, drafts: Array, rules: Rules) -> tuple[Stat
     token = token.reshape(rows, width)
     broken = ~jnp.all(jnp.isfinite(logits), axis=-1)
     ends = broken | jnp.any(token[..., None] == rules.stop[None, None], axis=-1)
-    # The logits of a place are those of the text if all drafts before it are, and the row goes on until there.
+    # The logits after a draft count only if all drafts up to it are right, and no token before it ends the row.
     reached = ~state.done[:, None]
     if width > 1:
         goes_on = jnp.concatenate([reached, (drafts == token[:, :-1]) & ~ends[:, :-1]], axis=1)
@@ -96,7 +96,7 @@ def begin(
 
 
 def step(model: Decoder, rules: Rules, state: State) -> tuple[State, Array]:
-    """Takes one more token of each row. Rows that have ended stand still."""
+    """Generates one token of each row. Rows that have ended do not change."""
     x, cache = model.features(state.last[:, None], state.cache, padding_mask=~state.done[:, None])
     return _take_one(model, rules, state._replace(cache=cache), x[:, 0])
 

@@ -1,4 +1,4 @@
-"""Texts continued token by token, each token given out when it is there."""
+"""`stream`: continues texts and yields each token as soon as it is known."""
 
 from collections.abc import Generator, Sequence
 from typing import Any
@@ -28,25 +28,25 @@ def stream(
     key: Array | None = None,
     steps_per_call: int = 1,
 ) -> Generator[np.ndarray, None, None]:
-    """Continues prompts as [`generate`][ejkernel_eqx.models.generate] does, and gives out the tokens of each step.
+    """Continues prompts as [`generate`][ejkernel_eqx.models.generate] does, and yields the tokens of each step.
 
     ```python
     for tokens in ejx.models.stream(model, [[1, 2, 3]], max_new_tokens=100):
         print(tokens[0])
     ```
 
-    The device runs ahead of the host: it has its next steps before a token is read, so that it does not wait for what is done with one. The
-    prompts are read at the first `next`. Closing the iterator frees the caches.
+    The device runs ahead: it starts the next steps before the host reads a token, so it does not wait for the host. The prompts are read at the first
+    `next`. Closing the iterator frees the caches.
 
-    **Arguments:** those of `generate`, and
+    **Arguments:** those of `generate`, except `progress` and `speculate`, and
 
-    - `steps_per_call`: how many steps a call of the device takes. Their tokens come together: more save time where the host is slower than a
-        step of the device, and take as many times longer to compile.
+    - `steps_per_call`: the number of steps in one call of the device. Their tokens come together. Several steps save time if the host is slower than
+        a step of the device. The time to compile grows with their number.
 
-    **Returns:** an iterator of int32 `[...]`, one token of each row, -1 for rows that have ended. It ends when all rows have, at most after
-    `max_new_tokens`. A row whose logits are not finite ends there, and a `RuntimeWarning` says so at the end.
+    **Returns:** an iterator of int32 arrays `[...]`: one token of each row, or -1 for rows that have ended. It ends when all rows have ended, at the
+    latest after `max_new_tokens`. A row whose logits are not finite ends there, and a `RuntimeWarning` says so at the end.
 
-    **Raises:** `ValueError`, when it is called: as `generate`, and for arrays that the host cannot read, as inside `jit`.
+    **Raises:** `ValueError`, as `generate`, and for arrays that the host cannot read, such as traced ones. The call raises it, not the first `next`.
     """
     check_sizes(steps_per_call=steps_per_call)
     call = read_call(model, prompts, max_new_tokens, padding_mask, sampling, stop_tokens, key)
@@ -54,7 +54,7 @@ def stream(
         raise ValueError(
             "stream: expected arrays that the host can read, received traced ones, or some of other processes; use generate with these."
         )
-    # A wrong dtype is an error now, and not at the first `next`.
+    # A wrong dtype raises here, not at the first `next`.
     jax.eval_shape(lambda: model.init_cache(call.prompts.tokens.shape[0], call.capacity, cache_dtype))
     return _tokens(call, cache_dtype, steps_per_call)
 
@@ -63,7 +63,7 @@ def _tokens(call: Call, dtype: Any, steps_per_call: int) -> Generator[np.ndarray
     report = np.zeros(0, np.int32)
     for report in step_by_step(call, dtype, steps_per_call):
         for tokens in report[:-2]:
-            # All rows have ended before the last step of a call.
+            # All rows may have ended before the last step of a call.
             if np.any(tokens >= 0):
                 yield tokens.reshape(call.lead)
     warn_of_rows("stream", report[-1] & 2, callers=2)

@@ -1,4 +1,4 @@
-"""Tokens to features, and features to logits, on any mesh."""
+"""The embedding of tokens and the logits of features, on any mesh."""
 
 import functools
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from .layer import real_of
 
 
 def embed(table: Array | QuantizedWeight, tokens: Array) -> Array:
-    """The rows `[..., E]` of the table `[vocabulary, E]`; on an explicit mesh laid out as the tokens, with all features on each device.
+    """The rows `[..., E]` of the table `[vocabulary, E]`. On an explicit mesh they are split as the tokens are, with all features on each device.
     Gradients of equal tokens are summed in float32."""
     mesh = mesh_of((table, tokens))
     if isinstance(table, QuantizedWeight):
@@ -38,26 +38,26 @@ _FEW_WORDS, _MANY_TOKENS = 512, 4096
 
 
 def _are_few(table: Array, tokens: Array) -> bool:
-    """Returns whether many tokens share each row of the table on a GPU. There the gradient of the rows would be added up token by token, in memory
-    that many write to at once; a product with ones and zeros gives the same rows and sums. In 16 bits it is exact in the forward pass."""
+    """Returns whether many tokens share each row of the table, on a GPU. Then the gradient of a row would be summed token by token, by many writes to
+    the same memory. A product with a one-hot matrix has the same result and is faster. In 16 bits its forward pass is exact."""
     few = table.shape[0] <= _FEW_WORDS and table.dtype.itemsize == 2 and tokens.size >= _MANY_TOKENS
     return few and place_of_calls()[0] is Backend.GPU
 
 
 def _embed_few(table: Array, tokens: Array) -> Array:
     words = table.shape[0]
-    # As the index of an array: negative ones count from the end, and those past the end are the last one.
+    # As in the index of an array, negative tokens count from the end, and those past the end become the last one.
     tokens = jnp.clip(jnp.where(tokens < 0, tokens + words, tokens), 0, words - 1)
     return product(jax.nn.one_hot(tokens, words, dtype=table.dtype), table.T)
 
 
-# Compiled, as the products of `nn.projection`: outside of `jit` only a compiled function takes arrays on a mesh together with others.
+# This is compiled like the products of `nn.projection`: outside of `jit`, only a compiled function takes arrays on a mesh together with others.
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _embed_on(mesh: Any, table: Array, tokens: Array) -> Array:
     table, tokens = (on_mesh(mesh, x) for x in (table, tokens))
     lead = jax.typeof(tokens).sharding.spec
     rows, features = jax.typeof(table).sharding.spec
-    # What the devices that share the tokens have of the features is gathered before: else the compiler would gather those of all tokens.
+    # Devices that have the same tokens gather their parts of the table first. Otherwise the compiler would gather the features of all tokens.
     taken = {axis for entry in lead for axis in mesh_axes(entry)}
     apart = tuple(axis for axis in mesh_axes(features) if axis not in taken) or None
     table = jax.sharding.reshard(table, NamedSharding(mesh, PartitionSpec(rows, apart)))
@@ -67,7 +67,7 @@ def _embed_on(mesh: Any, table: Array, tokens: Array) -> Array:
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _numbers_on(mesh: Any, table: QuantizedWeight, tokens: Array) -> Array:
-    """The compiler moves the codes: it has no gradient to them."""
+    """The rows of a quantised table. The compiler moves the codes between devices, since there is no gradient to them."""
     table, tokens = jax.tree.map(lambda x: on_mesh(mesh, x), (table, tokens))
     sharding = NamedSharding(mesh, PartitionSpec(*jax.typeof(tokens).sharding.spec, None))
     by_compiler: Any = jax.sharding.auto_axes(lambda table, tokens: table[tokens], out_sharding=sharding)
@@ -75,7 +75,7 @@ def _numbers_on(mesh: Any, table: QuantizedWeight, tokens: Array) -> Array:
 
 
 def check_rows(tokens: Any, rows: Mapping[str, Any]) -> None:
-    """The tokens `[..., T]` of a call, and what there may be one of for each."""
+    """Checks the tokens `[..., T]` of a call and the arrays with one entry for each token."""
     tokens = read_array("tokens", tokens, "integers", "[..., T]")
     if tokens.ndim < 1:
         raise ValueError(
@@ -89,7 +89,7 @@ _KINDS = {"padding_mask": "booleans", "segment_ids": "integers", "token_types": 
 
 
 def in_vocabulary(tokens: Any, size: int, rows: dict[str, Any]) -> Array:
-    """The tokens, none of which is outside of the vocabulary, or padding is."""
+    """The tokens, after a check that all of them are in the vocabulary. Padding may have any value."""
     array, real = jnp.asarray(tokens), real_of(rows)
     if real is not None and real.shape != array.shape:
         return array  # the layers say so
@@ -119,5 +119,5 @@ def in_vocabulary(tokens: Any, size: int, rows: dict[str, Any]) -> Array:
 
 
 def logits_of(weight: Array | QuantizedWeight, x: Array) -> Array:
-    """Float32 `[..., vocabulary]`; on an explicit mesh laid out as `x` and, along the vocabulary, as the rows of the weight."""
+    """The float32 logits `[..., vocabulary]`. On an explicit mesh they are split as `x` is and, along the vocabulary, as the rows of the weight."""
     return product(x, weight, dtype=jnp.float32)

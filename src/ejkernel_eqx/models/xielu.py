@@ -12,8 +12,8 @@ from ..core.arguments import wide
 
 
 class XIELU(Module):
-    r"""xIELU (Huang and Schlag 2024, arXiv:2411.13010), with $a = \mathrm{softplus}(\alpha_p)$ and $b = \beta + \mathrm{softplus}(\alpha_n)$:
-    $a x^2 + \beta x$ for $x > 0$, otherwise $b\,(e^{\min(x, \epsilon)} - 1 - x) + \beta x$."""
+    r"""The activation xIELU (Huang and Schlag 2024, arXiv:2411.13010), with $a = \mathrm{softplus}(\alpha_p)$ and
+    $b = \beta + \mathrm{softplus}(\alpha_n)$: $a x^2 + \beta x$ for $x > 0$, otherwise $b\,(e^{\min(x, \epsilon)} - 1 - x) + \beta x$."""
 
     alpha_p: Array  # [1]
     alpha_n: Array  # [1]
@@ -27,7 +27,7 @@ class XIELU(Module):
         self.beta, self.eps = filled(0.5, ()), filled(-1e-6, ())
 
     def __call__(self, x: Array) -> Array:
-        """Computes in float32 at least; returns the dtype of `x`."""
+        """Computes in float32 or wider. Returns an array of the shape and dtype of `x`."""
         y = wide(x)
         beta, eps = (jax.lax.stop_gradient(wide(a)) for a in (self.beta, self.eps))
         a, b = jax.nn.softplus(wide(self.alpha_p[0])), beta + jax.nn.softplus(wide(self.alpha_n[0]))

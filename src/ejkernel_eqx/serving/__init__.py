@@ -1,4 +1,4 @@
-"""Serving: one model for many requests at once, with continuous batching over pages and a prefix cache."""
+"""Serving one model to many requests at once: continuous batching over pages, with a prefix cache."""
 
 from .engine import Engine as Engine
 from .requests import Event as Event

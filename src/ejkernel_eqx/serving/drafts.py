@@ -1,4 +1,4 @@
-"""Draft tokens of a request, looked up in its own tokens."""
+"""Draft tokens of a request, which are looked up in its own tokens."""
 
 from collections.abc import Sequence
 
@@ -6,12 +6,13 @@ _LONGEST_PAUSE = 31
 
 
 class Drafter:
-    """Proposes what followed the last place whose tokens are those at the end of a growing text, as `looked_up` of `models/speculative.py` does on
-    the device (prompt lookup, Saxena 2023). After drafts of which none was accepted it pauses, each time for twice as many tokens.
+    """Proposes the next tokens of a growing text (prompt lookup, Saxena 2023). It searches the text for an earlier place with the same tokens as its
+    end, and proposes the tokens that followed there. `looked_up` in `models/speculative.py` does the same on the device. If no draft of a proposal is
+    accepted, it pauses, each time for twice as many tokens.
 
     **Arguments:**
 
-    - `max_ngram`: how many tokens at the end of the text are looked for at most.
+    - `max_ngram`: the maximum number of last tokens that are searched.
     """
 
     def __init__(self, max_ngram: int):
@@ -21,7 +22,7 @@ class Drafter:
         self._pause, self._until = 0, 0
 
     def propose(self, text: Sequence[int], count: int) -> list[int]:
-        """Drafts for the next `count` tokens; none if the end of the text is new. A text that ends before is taken to repeat itself."""
+        """Returns drafts for the next `count` tokens, or none if the end of the text is new. If fewer tokens followed there, they are repeated."""
         if len(text) < self._until:
             return []
         for end in range(self._length, len(text)):
@@ -35,6 +36,6 @@ class Drafter:
         return []
 
     def learn(self, length: int, accepted: int) -> None:
-        """So many of the last drafts were accepted; the text has `length` tokens now."""
+        """Notes how many of the last drafts were accepted. The text now has `length` tokens."""
         self._pause = 0 if accepted else min(2 * self._pause + 1, _LONGEST_PAUSE)
         self._until = length + self._pause

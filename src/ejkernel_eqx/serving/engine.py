@@ -1,4 +1,4 @@
-"""Continuous batching: prompts of different lengths join and leave a batch that keeps decoding."""
+"""`Engine`: continuous batching. Requests of different lengths join and leave a batch that keeps decoding."""
 
 import collections
 import concurrent.futures
@@ -27,7 +27,7 @@ _MOST_COPIES, _MOST_ENTRIES = 4, 4096
 
 
 class _Flight(NamedTuple):
-    """A step under way: what it chooses, and the requests that it chooses for, by their places in the batch, with their numbers of drafts."""
+    """A step under way: the tokens that it chooses, and its requests with their places in the batch and their numbers of drafts."""
 
     chosen: concurrent.futures.Future[Array]
     requests: list[tuple[int, Request, int]]
@@ -43,47 +43,47 @@ class Engine:
         print(event.request, event.token, event.finish)
     ```
 
-    Every `step` processes one token of each decoding sequence, then chunks of prompts, `step_tokens` in total. The prompts share what the
-    decoding sequences leave, so that a long one delays neither running texts nor shorter prompts. A request is admitted when there are
-    pages for all of its tokens. If pages run out while decoding, the newest request returns to the
-    front of the queue. Its tokens are kept and recomputed later, which does not change its output. When a request ends or is cancelled, its pages
-    and slots are freed immediately.
+    **Steps.** A `step` is one call of the model on up to `step_tokens` tokens. It takes the newest token of each decoding sequence first. Chunks of
+    prompts share the rest. So a long prompt delays neither running texts nor shorter prompts. A request is admitted when there are pages for all of
+    its tokens. If pages run out while decoding, the newest request returns to the front of the queue. Its tokens are kept and recomputed later, which
+    does not change its output. When a request ends or is cancelled, its pages and slots are free at once.
+
+    **Overlap.** A step starts while the device still runs the one before. The tokens of that step stay on the device, and the host learns them one
+    step late. So a text that ends with a stop token takes part in one more step, whose result is dropped.
+
+    **Programs.** Batches are padded to the sizes of three `programs`: for steps with prompts, for decoding, and for decoding with drawn tokens. With
+    `speculate` there are two more, for steps with drafts. Each is compiled once, on first use or by `warm_up`. `compiled` counts the compilations.
 
     **The prefix cache.** If a request begins with the tokens of an earlier one, these tokens are not computed again, up
-    to the last full page. Freed pages keep their content until they are needed. Those that were freed first go first. A
-    request whose first tokens another one computes at the moment waits for these. For recurrent layers the state at the
-    end of some pages is kept, as a checkpoint: where a step ends with a page of a prompt, after the prompt's last full
-    page, and where two prompts part. Models whose attention layers all have sliding windows have no prefix cache.
-    Nothing is shared between engines, or kept when `engine.model` is set.
+    to the last full page. Free pages keep their content until they are needed. Those that were freed first are reused first. If
+    another request is just computing the same first tokens, the request waits for them. Recurrent layers need the state at the end of a prefix. Such
+    a state is kept in a checkpoint at three kinds of places: where a step ends with a page of a prompt, after the last full page of a prompt, and
+    where two prompts begin to differ. Models whose attention layers all have sliding windows have no prefix cache.
+    Engines share nothing. Setting `engine.model` empties the cache.
 
-    A step starts while the device still runs the one before, whose tokens stay on the device. The host learns them one step late: a text that ends
-    with a stop token is in one more step, whose result is dropped.
+    **Speculative decoding.** With `speculate`, a step without prompts verifies drafts of each greedy request. The drafts are tokens that followed an
+    earlier place in the request with the same tokens as its end. The request gets the drafts up to the first one that the model does not choose, and
+    one token more. So its tokens are the same as without speculation. The drafts share the `step_tokens` that the decoding sequences leave, and take
+    no pages from other requests. A step with drafts, or after one, does not overlap with the step before. `drafts_offered` and `drafts_accepted`
+    count.
 
-    **Speculative decoding.** With `speculate`, a step without prompts verifies drafts of each request that is not
-    drawn. A draft is what followed the last place in the request's own tokens with the same end. The request gets those
-    that are what the model chooses, and one more token. They are the tokens without speculation. The drafts share what
-    the decoding sequences leave of `step_tokens`, and take no pages from other requests. A step is not started early if
-    its requests have drafts, or the one before had. `drafts_offered` and `drafts_accepted` count.
-
-    Batches are padded to the sizes of three `programs`: prompts, and decoding with and without drawn tokens; with `speculate`, of two more, for steps
-    with drafts. Each is compiled once, on first use or by `warm_up`; `compiled` counts the compilations.
-
-    A step that raises while it is scheduled leaves the engine in its previous state, so that the next one retries it. If it raises later, the caches,
-    which are donated, are replaced, and the running requests are recomputed.
+    **Errors.** If a step raises while it is scheduled, the engine keeps its previous state, and the next step retries. If a step fails on the device,
+    the caches are lost, since they are donated. Then new ones are made, and the running requests are recomputed.
 
     **Arguments:**
 
-    - `model`: an `ejx.models.Decoder`, in the dtype to compute in.
-    - `num_pages`, `page_size`: the pages of each attention layer, and tokens per page.
-    - `max_batch`: the maximum number of concurrent sequences, and of slots for the states of recurrent layers.
+    - `model`: an `ejx.models.Decoder`, in the dtype of the computation.
+    - `num_pages`: the number of pages of each attention layer.
+    - `page_size`: the number of tokens in a page.
+    - `max_batch`: the maximum number of concurrent sequences. Recurrent layers have as many slots for states.
     - `step_tokens`: the maximum number of tokens per step; at least `max_batch`.
-    - `max_length`: the maximum number of tokens of a request, including the prompt; by default, and at most, what all pages hold and
-        what a model that learned its positions has of them. If all
+    - `max_length`: the maximum number of tokens of a request, prompt included. The default and the maximum is the number that all pages hold,
+        and at most the learned positions of the model. If all
         layers have sliding windows, it may be larger, up to 2**20 pages.
-    - `kv_dtype`: the dtype of the pages, by default that of the model; int8, float8_e4m3fn and float8_e5m2 are quantised by token and head.
+    - `kv_dtype`: the dtype of the pages; default that of the model. int8, float8_e4m3fn and float8_e5m2 have a scale for each token and head.
     - `overlap`: whether a step starts before the tokens of the one before are known.
     - `prefix_cache`: whether prefixes are shared.
-    - `num_checkpoints`: the number of states that are kept for prefixes, each as large as a slot; for models with recurrent layers only.
+    - `num_checkpoints`: for models with recurrent layers, the number of states that are kept for prefixes. Each is as large as a slot.
     - `speculate`: an `ejx.models.Speculation` without a draft model, for speculative decoding.
 
     **Raises:** `ValueError` for sizes that are not integers of at least 1, `step_tokens` below `max_batch`, or a draft model.
@@ -133,10 +133,10 @@ class Engine:
             sizes["num_draft_tokens"] = drafts + 1
         self._new_caches = functools.partial(model.init_serving_cache, **sizes, dtype=kv_dtype)
         self.num_pages = num_pages if attention else 0
-        # Without attention there are no pages; a single missing page of any length stands for that.
+        # A model without attention has no pages. The table then has one page, of any length.
         self.page_size = page_size if attention else 2**30
         held = self.num_pages * self.page_size if attention else 2**30
-        # A row of the page table has an entry for every page, including freed ones behind a window.
+        # A row of the page table has an entry for every page of a text, also for freed ones before a window.
         room = held if self.window is None else max(held, min(2**20 * self.page_size, 2**30))
         most = held if max_length is None else read_integer("max_length", max_length, 1, error=ValueError)
         self.max_length = min(room, most, model.config.max_positions or room)
@@ -145,7 +145,7 @@ class Engine:
         self.drafts_offered = self.drafts_accepted = 0
         self._events: collections.deque[Event] = collections.deque()  # not yet returned to the caller
         self._flights: collections.deque[_Flight] = collections.deque()
-        # To start a program takes as long as to schedule one, and needs no Python: it has a thread of its own.
+        # Starting a program takes as long as scheduling a step, and needs no Python. So a thread of its own does it.
         self._starter = concurrent.futures.ThreadPoolExecutor(1, "ejkernel_eqx.serving")
         self._count = 0
         self._max_copies = min(_MOST_COPIES, checkpoints, max_batch)
@@ -168,7 +168,7 @@ class Engine:
 
     @property
     def model(self) -> Decoder:
-        """The model. It may be set to another one of the same shapes, which forgets all prefixes."""
+        """The model. It may be set to another one with the same shapes. That empties the prefix cache."""
         return self._model
 
     @model.setter
@@ -185,7 +185,7 @@ class Engine:
         return jax.tree.unflatten(self._structure, self._state)
 
     def _restart(self) -> None:
-        """Empty caches, for the first step or after the device lost them."""
+        """Makes empty caches, for the first step or after the device lost them."""
         pages = -(-self.max_length // self.page_size)
         leaves, self._structure = jax.tree.flatten(new_state(self._new_caches(), self.max_batch, pages))
         self._state: tuple[Array, ...] = tuple(leaves)
@@ -195,7 +195,7 @@ class Engine:
 
     def _programs(self) -> dict[str, tuple[Sizes, Program]]:
         most, tokens = self.max_batch, self.step_tokens
-        # A sequence has at most one new page for each full one of its new tokens, and one more.
+        # The new tokens of a sequence need at most one page for each full page of them, and one page more.
         pages = lambda tokens: min(tokens, most + tokens // self.page_size)
         decoding = Sizes(most, most, 1, pages(most), most)
         sizes = {"decode": decoding, "decode and draw": decoding}
@@ -216,12 +216,12 @@ class Engine:
         return {name: (size, make(name, size)) for name, size in sizes.items()}
 
     def warm_up(self, *names: str) -> None:
-        """Compiles these programs, by default all, side by side before the first request."""
+        """Compiles these programs side by side, before the first request; by default all."""
         nothing = {
             name: self.programs[name][0].pack(Batch([], [], [], [], []), self.scheduler.sampling)
             for name in names or self.programs
         }
-        # All are traced before the first is lowered, which waits for its kernels. What is compiled here, the calls below find.
+        # All programs are traced first, since lowering one waits for its kernels. The calls below find what is compiled here.
         traced = [
             self.programs[name][1].trace(self._weights, self._state, data) for name, data in nothing.items()
         ]
@@ -243,7 +243,7 @@ class Engine:
 
     @property
     def preemptions(self) -> int:
-        """How often a request was put back into the queue because there were no pages."""
+        """How many times a request was put back into the queue because pages ran out."""
         return self.scheduler.preemptions
 
     @property
@@ -259,11 +259,18 @@ class Engine:
         sampling: Sampling | None = None,
         stop: int | Sequence[int] | None = None,
     ) -> int:
-        """Queues a request. It ends after `max_new_tokens`, or with the token `stop` or one of several, by default the model's stop tokens.
+        """Queues a request.
 
-        **Returns:** the request's number, which its events carry.
+        **Arguments:**
 
-        **Raises:** `RequestError` for a request that can never be served: empty, too long, or with tokens outside the vocabulary.
+        - `prompt`: the tokens of the prompt, at least one.
+        - `max_new_tokens`: the maximum number of new tokens.
+        - `sampling`: an `ejx.models.Sampling`; default greedy.
+        - `stop`: a token or several that end the text; default the stop tokens of the model.
+
+        **Returns:** the number of the request. Its events have it.
+
+        **Raises:** `RequestError` for a request that can never be served: an empty or too long prompt, or tokens outside of the vocabulary.
         """
         if isinstance(prompt, str) or not hasattr(prompt, "__iter__"):
             raise RequestError(
@@ -283,7 +290,7 @@ class Engine:
         return request.number
 
     def _check_length(self, tokens: int, new: int) -> None:
-        """Refuses a request that has no room, whatever its tokens are."""
+        """Refuses a request that is too long to be served, whatever its tokens are."""
         if tokens + new > self.max_length:
             raise RequestError(
                 f"prompt: expected at most {self.max_length} tokens including new ones, received {tokens} + {new}; "
@@ -296,7 +303,10 @@ class Engine:
             )
 
     def cancel(self, number: int) -> bool:
-        """Ends a request and frees its pages; it has no further events. Returns False if its last event was already returned."""
+        """Ends a request and frees its pages. It has no further events.
+
+        **Returns:** False if the last event of the request was returned before, else True.
+        """
         known = len(self._events)
         self._events = collections.deque(event for event in self._events if event.request != number)
         for request in (*self.scheduler.running, *self.scheduler.waiting):
@@ -310,7 +320,8 @@ class Engine:
         return len(self._events) < known
 
     def run(self) -> Iterator[Event]:
-        """Runs steps until all requests have ended. Events not consumed, for instance after a `break`, come first in the next call."""
+        """Runs steps until all requests have ended, and yields the events. Events that were not consumed, for example after a `break`, come first in
+        the next call."""
         while self._events or self.num_running or self.num_waiting:
             if self._events:
                 yield self._events.popleft()
@@ -318,7 +329,10 @@ class Engine:
                 self._step()
 
     def step(self) -> list[Event]:
-        """Starts one call of the model and returns the tokens of the one before."""
+        """Starts one call of the model.
+
+        **Returns:** the events of the steps that have ended since the last call; with `overlap`, those of the step before.
+        """
         self._step()
         events = list(self._events)
         self._events.clear()
@@ -336,7 +350,7 @@ class Engine:
         self._finish(1 if plan and self.overlap else 0)
 
     def _schedule(self) -> Plan:
-        """The next step, once enough is known for it."""
+        """The plan of the next step. It waits until enough tokens are known."""
         if self._flights and self.speculate is not None:
             verifying = any(drafts for *_, drafts in self._flights[-1].requests)
             if verifying or self.scheduler.may_draft():
@@ -362,7 +376,7 @@ class Engine:
             raise
 
     def _launch(self, name: str, data: np.ndarray) -> "concurrent.futures.Future[Array]":
-        """Starts a program in the thread that does so; the first time here, where it is traced with the settings of this thread."""
+        """Starts a program in the thread for that. The first time it is started here, since tracing depends on the settings of this thread."""
         if self.compiled[name]:
             return self._starter.submit(self._compute, name, data)
         self._wait()
@@ -371,11 +385,11 @@ class Engine:
         return done
 
     def _wait(self) -> None:
-        """Until all steps have started; the device may still run them."""
+        """Waits until all steps have started. The device may still run them."""
         concurrent.futures.wait([flight.chosen for flight in self._flights])
 
     def _finish(self, most: int) -> None:
-        """Waits for the oldest steps until at most so many are under way, and takes their tokens."""
+        """Waits for the oldest steps until at most this many are under way, and takes their tokens."""
         while len(self._flights) > most:
             chosen, requests = self._flights[0]
             concurrent.futures.wait([chosen])  # Ctrl-C meanwhile loses nothing
@@ -395,7 +409,7 @@ class Engine:
                             self._take(request, token)
 
     def _accept(self, request: Request, tokens: list[int], drafts: int) -> int:
-        """The number of drafts of a request that were right. Each chose one more of its new tokens; -1 is behind them."""
+        """The number of drafts of a request that were right. The new tokens are padded with -1."""
         accepted = sum(token >= 0 for token in tokens[1:])
         self.drafts_offered += drafts
         self.drafts_accepted += accepted
@@ -403,7 +417,7 @@ class Engine:
         return accepted
 
     def _take(self, request: Request, token: int) -> None:
-        """Appends a token to the request, and ends it if it is the last."""
+        """Appends a token to the request. The last token ends the request."""
         finish = None
         if token < 0:
             finish = "error"
@@ -448,13 +462,13 @@ class Engine:
         )
 
     def _compute(self, name: str, data: np.ndarray) -> Array:
-        """Calls a program, which takes the state and gives the next one; returns, without waiting for them, the tokens it chooses."""
+        """Calls a program, which replaces the state. Returns the tokens that it chooses, without waiting for them."""
         chosen, self._state = self.programs[name][1](self._weights, self._state, data)
         chosen.copy_to_host_async()
         return chosen
 
     def _undo(self) -> None:
-        """Restores the state before a step that was not started, or restarts all requests if the caches are lost."""
+        """Restores the state before a step that did not start. If the caches are lost, all requests start again."""
         self._wait()
         if any(array.is_deleted() for array in self._state):
             self._put_all_back()
@@ -465,7 +479,7 @@ class Engine:
                 self.scheduler.put_back(request)
 
     def _put_all_back(self) -> None:
-        """All requests start again, with empty caches, once nothing is under way."""
+        """Starts all requests again with empty caches, after all steps under way have ended."""
         self._wait()
         for request in self.scheduler.running[::-1]:
             self.scheduler.put_back(request)
@@ -477,7 +491,7 @@ def _read(name: str, value: Any, least: int = 1) -> int:
 
 
 def _window(attention: list[Any]) -> int | None:
-    """The number of keys that a query may see, including its own; `None` if a layer sees all."""
+    """The number of keys that a query may see, its own included. `None` if a layer sees all."""
     windows = [getattr(mixer.attention, "window", None) for mixer in attention]
     lefts = [None if window is None else window[0] for window in windows]
     known = [left for left in lefts if left is not None]

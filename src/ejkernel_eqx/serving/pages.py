@@ -1,4 +1,4 @@
-"""The allocator of an engine's pages, which are shared by their content."""
+"""The allocator of an engine's pages. Requests share pages with the same content."""
 
 import collections
 from collections.abc import Iterable, Sequence
@@ -7,10 +7,10 @@ from ..paged import OutOfPagesError
 
 
 class Pages:
-    """Pages that requests hold, alone or together, and pages that nobody holds, with or without content.
+    """Keeps which pages are held by requests and which are free. A page may have several holders, and a free page may still have content.
 
-    A page with a digest has known content: the tokens of that page, after known tokens. If the last request leaves it, it keeps its content
-    until the page is needed; the page that was left first goes first. `PageTable` shares pages between live sequences only.
+    The digest of a page identifies its tokens and all tokens before them. If the last holder releases a page, the page keeps its content until it is
+    needed. The page that was released first is reused first. `PageTable` differs: it shares pages between running sequences only.
     """
 
     def __init__(self, num_pages: int):
@@ -32,7 +32,7 @@ class Pages:
         return self.num_pages - self.num_free
 
     def take(self, number: int, count: int) -> list[int]:
-        """So many pages for request `number`, without content. Raises `OutOfPagesError`, and then takes none."""
+        """Takes this many pages without content for the request `number`. If there are too few, it takes none and raises `OutOfPagesError`."""
         if count > self.num_free:
             raise OutOfPagesError(number, count, self.num_free)
         while len(self._empty) < count:
@@ -45,26 +45,26 @@ class Pages:
         return pages
 
     def find(self, digest: bytes) -> int | None:
-        """The page with this content."""
+        """The page with this digest, if there is one."""
         return self._known.get(digest)
 
     def is_used(self, page: int) -> bool:
-        """Whether a request holds the page."""
+        """Returns whether a request holds the page."""
         return self._users[page] > 0
 
     def share(self, pages: Iterable[int]) -> None:
-        """Pages with content get one more user."""
+        """Adds a holder to pages with content."""
         for page in pages:
             self._idle.pop(page, None)
             self._users[page] += 1
 
     def enter(self, page: int, digest: bytes) -> None:
-        """From now on the page, which is in use, has this content. The first page of equal ones stays the one that is found."""
+        """Notes the content of a page that is in use. If another page has the same content, `find` still returns that one."""
         if self._known.setdefault(digest, page) == page:
             self._digests[page] = digest
 
     def release(self, pages: Sequence[int]) -> None:
-        """The pages of one request have one user less, the last first: without those before it, a page is of no use."""
+        """Removes a holder from the pages of a request. The last page goes first, since a page is useful only with those before it."""
         for page in reversed(pages):
             if page >= 0:
                 self._users[page] -= 1
@@ -74,7 +74,7 @@ class Pages:
                     self._idle[page] = None
 
     def clear(self) -> None:
-        """Forgets all content."""
+        """Forgets the content of all pages."""
         for page in self._known.values():
             self._digests[page] = None
         self._known.clear()

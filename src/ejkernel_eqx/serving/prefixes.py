@@ -1,4 +1,4 @@
-"""The prefix cache: which first tokens of a request were computed before, and are found by digests."""
+"""The prefix cache: finds the first tokens of a request that were computed before, by digests."""
 
 import collections
 import hashlib
@@ -15,14 +15,14 @@ class Prefixes:
     """Finds the longest prefix of a request whose pages and states are kept.
 
     The digest of a page covers its tokens and the digest of the page before, so equal digests mean equal prefixes. Attention needs all pages of a
-    prefix. Recurrent layers need the state after it, a checkpoint in a slot of its own; there are few, and the one that was used least recently
-    makes room. A hybrid needs both at the same length.
+    prefix. Recurrent layers need the state after it, a checkpoint, which is in a slot of its own. If no slot is free, the checkpoint that was used
+    least recently is replaced. A hybrid model needs pages and a checkpoint at the same length.
 
     **Arguments:**
 
-    - `unit`: tokens per page.
-    - `pages`: those of the attention layers, if there are any.
-    - `slots`: for checkpoints; empty for models without recurrent layers.
+    - `unit`: the number of tokens in a page.
+    - `pages`: the pages of the attention layers, if there are any.
+    - `slots`: the slots for checkpoints; empty for models without recurrent layers.
     """
 
     def __init__(self, unit: int, pages: Pages | None, slots: range):
@@ -33,7 +33,7 @@ class Prefixes:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets everything, with the caches or the model."""
+        """Forgets everything, after the caches or the model were replaced."""
         self._empty = list(self._slots)[::-1]
         self._states: collections.OrderedDict[bytes, int] = collections.OrderedDict()
         self._seen: collections.OrderedDict[bytes, None] = collections.OrderedDict()
@@ -42,7 +42,7 @@ class Prefixes:
             self.pages.clear()
 
     def digest(self, request: Request, length: int) -> list[bytes]:
-        """The digests of all pages that the first `length` tokens fill."""
+        """The digests of all full pages of the first `length` tokens."""
         digests, count = request.digests, length // self.unit
         if len(digests) < count:
             tokens = np.array(request.tokens[len(digests) * self.unit : count * self.unit], np.int32)
@@ -52,11 +52,11 @@ class Prefixes:
         return digests[:count]
 
     def prompt_digests(self, request: Request) -> list[bytes]:
-        """The digests of the tokens known now, without the last, which must be computed to choose the next."""
+        """The digests of the tokens that are known now, without the last one. That one must be computed to choose the next."""
         return self.digest(request, len(request.tokens) - 1)
 
     def find(self, digests: list[bytes]) -> tuple[list[int], int]:
-        """The pages of the longest prefix that is kept, and the number of its pages."""
+        """The pages of the longest prefix that is kept, and their number."""
         pages = []
         if self.pages is not None:
             for digest in digests:
@@ -69,7 +69,7 @@ class Prefixes:
         return pages[:count], count
 
     def seen(self, digests: list[bytes]) -> int:
-        """The number of leading pages that an earlier request had, kept or not. Remembers all of them."""
+        """The number of first pages that an earlier request had, too, whether they are kept or not. Remembers the pages of this request."""
         count = next((n for n, digest in enumerate(digests) if digest not in self._seen), len(digests))
         for digest in digests:
             self._seen[digest] = None
@@ -79,12 +79,12 @@ class Prefixes:
         return count
 
     def state(self, digest: bytes) -> int:
-        """The slot of a checkpoint, which is used now."""
+        """The slot of a checkpoint. It counts as used now."""
         self._states.move_to_end(digest)
         return self._states[digest]
 
     def keep_state(self, digest: bytes) -> int | None:
-        """A slot for a new checkpoint; `None` if there is one already."""
+        """A slot for a new checkpoint; `None` if this checkpoint is there already."""
         if digest in self._states:
             self._states.move_to_end(digest)
             return None
@@ -93,18 +93,18 @@ class Prefixes:
         return self._states.setdefault(digest, self._empty.pop())
 
     def drop_state(self, digest: bytes) -> None:
-        """Forgets a checkpoint, which was not written."""
+        """Forgets a checkpoint that was not written."""
         if (slot := self._states.pop(digest, None)) is not None:
             self._empty.append(slot)
 
     def begin(self, request: Request, digests: list[bytes], count: int) -> None:
-        """The request computes the pages behind the first `count`."""
+        """Notes that the request computes its pages after the first `count`."""
         request.entered = count
         for digest in digests[count:]:
             self.computing.setdefault(digest, request)
 
     def enter(self, request: Request, length: int) -> None:
-        """The cache has the full pages of a request's first `length` tokens."""
+        """Enters the full pages of a request's first `length` tokens, which are computed now."""
         length = min(length, len(request.tokens))
         first, last = request.entered, length // self.unit
         if last <= first or not request.shares:
@@ -117,7 +117,7 @@ class Prefixes:
         request.entered = last
 
     def end(self, request: Request) -> None:
-        """The request computes no more of its prompt."""
+        """Notes that the request computes no more of its prompt."""
         for digest in request.digests[request.entered :]:
             if self.computing.get(digest) is request:
                 del self.computing[digest]

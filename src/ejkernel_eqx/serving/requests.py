@@ -1,4 +1,4 @@
-"""Requests of an engine: how they are checked, what the scheduler knows of each, and the events that tell of their tokens."""
+"""Requests of an engine: their checks, the scheduler's record of each, and the events with their tokens."""
 
 import dataclasses
 import operator
@@ -10,16 +10,16 @@ from .drafts import Drafter
 
 
 class RequestError(ValueError):
-    """A request that cannot be served. The message gives the reason and the remedy; other requests are not affected."""
+    """A request cannot be served. The message gives the reason and the remedy. Other requests are not affected."""
 
 
 class Event(NamedTuple):
-    """A generated token.
+    """A generated token of a request.
 
     - `request`: the number of the request.
     - `token`: the token; -1 for none.
-    - `finish`: `None` unless this is the request's last event: `"length"`, `"stop"`, or `"error"`, without a token, if the model's logits are
-        not finite.
+    - `finish`: `None`, or in the last event of a request the reason: `"length"`, `"stop"`, or `"error"`. `"error"` means that the logits were not
+        finite. That event has no token.
     """
 
     request: int
@@ -35,7 +35,7 @@ def read_integer(
     remedy: str = "",
     error: type[ValueError] = RequestError,
 ) -> int:
-    """Returns `value` as an int, if it is an integer of any library in this range; otherwise raises `error`."""
+    """Returns `value` as an int, if it is an integer of any library and in this range. Otherwise raises `error`."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -85,24 +85,24 @@ class Request:
 
     @property
     def remaining(self) -> int:
-        """The number of tokens that the model can process and has not; 1 for a text that is continued."""
+        """The number of known tokens that the model has not processed; 1 for a text that is decoding."""
         return self.ready - self.computed
 
     def wait(self) -> None:
-        """A step under way will choose its next token."""
+        """Notes that a step under way will choose the next token."""
         self.awaited += 1
         if self.ready < self.last_length - 1:
             self.ready += 1
 
     def accept(self, accepted: int, drafts: int) -> None:
-        """So many of its drafts in a step were the model's choice; the tokens of that step are not appended yet."""
+        """Notes how many drafts of a step were accepted. The tokens of that step are not appended yet."""
         self.computed -= drafts - accepted
         self.ready = min(self.ready + accepted, self.last_length - 1)
         if self.drafter is not None:
             self.drafter.learn(len(self.tokens) + 1 + accepted, accepted)
 
     def restart(self) -> None:
-        """Nothing of its tokens is computed."""
+        """Notes that none of its tokens is computed any more."""
         self.computed, self.awaited, self.ready = 0, 0, len(self.tokens)
         self.entered, self.awaits, self.shares = 0, None, True
         self.boundaries.clear()
@@ -116,7 +116,7 @@ def read_request(
     stop: Sequence[int],
     vocab_size: int,
 ) -> Request:
-    """The record of a new request, whose arguments are checked but for its length."""
+    """The record of a new request. All its arguments are checked except the length."""
     last, remedy = vocab_size - 1, "; encode it for this model"
     tokens = [read_integer(f"prompt[{i}]", token, 0, last, remedy) for i, token in enumerate(prompt)]
     ends = frozenset(read_integer("stop", token, 0, last, "; pass () for no stop token") for token in stop)

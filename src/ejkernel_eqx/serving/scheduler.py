@@ -1,4 +1,4 @@
-"""The scheduler of an engine: which tokens the next step processes, and which slots and pages requests have. It knows nothing of the device."""
+"""The scheduler of an engine. It decides which tokens the next step processes, and gives slots and pages to requests. It does not use the device."""
 
 import collections
 from collections.abc import Collection
@@ -16,15 +16,16 @@ Plan = dict[Request, int]
 class Scheduler:
     """Plans steps of at most `step_tokens` tokens.
 
-    A plan reserves pages and slots. It ends with `started`, or with `take_back`, which restores what was before.
+    A plan reserves pages and slots. After `plan` comes `started`, or `take_back`, which restores the state before.
 
     **Arguments:**
 
-    - `page_size`: tokens per page; for models without attention, which have no `pages`, more than a request has.
-    - `window`: the number of keys that any query sees; `None` for all.
+    - `page_size`: the number of tokens in a page. Models without attention have no `pages`, and a page size above the length of any request.
+    - `window`: the maximum number of keys that a query sees; `None` for all.
     - `prefixes`: the prefix cache, if there is one.
-    - `max_copies`, `max_entries`: the most copies of states and new entries of the table that reused prefixes may need in a step.
-    - `max_drafts`: the most draft tokens of a request in a step.
+    - `max_copies`: the maximum number of copies of states in a step, for reused prefixes.
+    - `max_entries`: the maximum number of new entries of the page table in a step, for reused prefixes.
+    - `max_drafts`: the maximum number of draft tokens of a request in a step.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Scheduler:
         self.slots = list(range(max_batch))[::-1]
         self.sampling = SamplingArrays.of([], max_batch)  # by slot
         self.preemptions = 0
-        # Of the plan that has not started:
+        # The state of a plan that has not started:
         self.entries: list[tuple[int, int, int]] = []  # new ones of the table: slot, column, page
         self.restores: list[tuple[int, int]] = []  # copies of states: a checkpoint and the slot of a request
         self.saves: list[
@@ -59,8 +60,8 @@ class Scheduler:
         self._reused: list[Request] = []
 
     def plan(self, under_way: bool) -> Plan | None:
-        """The next step. `None` if pages run out while steps are under way: the tokens of a request must be known before it is put back, and
-        requests that have ended may have enough pages."""
+        """The next step. `None` if pages run out while steps are under way. Their tokens must be known before a request is put back, and requests
+        that end in them may free enough pages."""
         plan: Plan = {}
         before = self.preemptions
         for request in [request for request in self.running if request.remaining == 1 and request.computed]:
@@ -68,7 +69,7 @@ class Scheduler:
                 return None
         while self.slots and self.waiting and self.preemptions == before and self._fits(self.waiting[0]):
             self._admit()
-        # Shorter prompts first: what they leave of their shares is for the longer ones.
+        # Shorter prompts come first. Longer ones get what they leave of their shares.
         reading = [r for r in self.running if r.remaining and r not in plan and self._begin(r)]
         reading.sort(key=lambda request: request.remaining)
         for place, request in enumerate(reading):
@@ -85,13 +86,13 @@ class Scheduler:
         return plan
 
     def may_draft(self) -> bool:
-        """Whether the next step has drafts if it waits for those under way, as far as the known tokens tell."""
+        """Returns whether the next step would have drafts if it waited for the steps under way, as far as the known tokens tell."""
         decoding = [request for request in self.running if request.remaining]
         reads = any(request.remaining > 1 or not request.computed for request in decoding)
         return not reads and bool(self._proposed(decoding))
 
     def _proposed(self, decoding: Collection[Request]) -> dict[Request, list[int]]:
-        """Drafts of decoding requests; none at all if they are fewer than the requests, as all take part in the longer step."""
+        """Drafts of decoding requests. If there are fewer drafts than requests, there are none, since all requests take part in the longer step."""
         drafts = {}
         for request in decoding:
             most = min(self.max_drafts, request.last_length - len(request.tokens) - 1)
@@ -100,7 +101,7 @@ class Scheduler:
         return drafts if sum(map(len, drafts.values())) >= len(decoding) else {}
 
     def _add_drafts(self, plan: Plan) -> None:
-        """Adds drafts to a plan of decoding requests whose tokens are known, where there is room; they take no page from another request."""
+        """Adds drafts to a plan of decoding requests whose tokens are known, as far as tokens and pages are free."""
         for request, drafts in self._proposed(plan).items():
             room = request.room
             if self.pages is not None:
@@ -113,7 +114,8 @@ class Scheduler:
                     self._give_pages(request, plan[request])
 
     def started(self, plan: Plan) -> list[tuple[int, Request, int]]:
-        """The step of this plan is under way. Returns the requests that it chooses tokens for, with their places and numbers of drafts."""
+        """Notes that the step of this plan is under way. Returns the requests for which it chooses tokens, with their places and numbers of
+        drafts."""
         writing = []
         for place, (request, count) in enumerate(plan.items()):
             request.computed += count
@@ -130,7 +132,7 @@ class Scheduler:
         return writing
 
     def take_back(self) -> None:
-        """Frees what was reserved for a step that does not start."""
+        """Frees the pages and slots that were reserved for a step that does not start."""
         for request in self._reused:
             request.computed = 0
         if self.prefixes is not None:
@@ -149,13 +151,13 @@ class Scheduler:
         self.drafts = {}
 
     def put_back(self, request: Request) -> None:
-        """Moves a request from the batch to the front of the queue, to be recomputed."""
+        """Moves a request from the batch to the front of the queue. Its tokens are recomputed later."""
         self.release(request)
         self.waiting.appendleft(request)
         request.restart()
 
     def release(self, request: Request, shares: bool = True) -> None:
-        """Removes the request from queue and batch, and frees its pages and slot; with `shares`, the cache keeps their content."""
+        """Removes the request from queue and batch, and frees its pages and slot. With `shares`, the prefix cache keeps their content."""
         if request.slot < 0:
             self.waiting.remove(request)
             return
@@ -179,7 +181,7 @@ class Scheduler:
         request.pages, request.freed, request.room = [], 0, 0
 
     def most_pages(self, length: int) -> int:
-        """The maximum number of pages that a sequence of this length holds at a time."""
+        """The maximum number of pages that a sequence of this length holds at any time."""
         if self.pages is None:
             return 0
         pages = -(-length // self.page_size)
@@ -188,7 +190,8 @@ class Scheduler:
         return min(pages, -(-(self.window - 1 + self.step_tokens) // self.page_size) + 1)
 
     def _grant(self, request: Request, count: int, plan: Plan, under_way: bool) -> bool:
-        """Enters so many tokens of a request in the plan, unless it was put back; False if pages run out while steps are under way."""
+        """Enters this many tokens of a request in the plan, unless the request was put back. Returns False if pages run out while steps are under
+        way."""
         if request.slot < 0:
             return True
         if request.computed + count > request.room:
@@ -200,7 +203,7 @@ class Scheduler:
         return True
 
     def _admit(self) -> None:
-        """Gives the next request a slot, and no pages yet."""
+        """Gives the next request a slot. It has no pages yet."""
         request = self.waiting.popleft()
         request.room = self.page_size if self.pages is None else 0
         request.slot = self.slots.pop()
@@ -209,8 +212,8 @@ class Scheduler:
             column[request.slot] = value
 
     def _begin(self, request: Request) -> bool:
-        """Gives a request that begins what the cache has of its first tokens. Returns False if it must wait: for a request that computes
-        more of them now, or for a step with room for the copies."""
+        """Gives a request its prefix from the cache. Returns False if the request must wait, either for another request that is computing more of the
+        same prefix, or for a step that can still take the copies."""
         if request.computed or self.prefixes is None:
             return True
         if request.awaits is not None:
@@ -246,16 +249,17 @@ class Scheduler:
         return True
 
     def _chunk(self, request: Request, count: int) -> int:
-        """The number of tokens of a prompt's next chunk, at most `count`: it ends where a checkpoint is wanted, and a long one with a page."""
+        """The number of tokens in the next chunk of a prompt, at most `count`. A chunk ends where a checkpoint is wanted. A long chunk ends with a
+        page."""
         if self.prefixes is None or not self.prefixes.stateful:
             return count
         first, unit = request.computed, self.prefixes.unit
         end = min([first + count, *(place for place in request.boundaries if place > first)])
-        # Only of long chunks, so that a step is nearly full.
+        # Only long chunks are cut, so that the step stays nearly full.
         return end - first - (end % unit if end < request.ready and count >= 8 * unit else 0)
 
     def _keep_state(self, request: Request, end: int) -> None:
-        """Reserves a checkpoint of the state behind a chunk that ends with a page, if there is room for it in the step."""
+        """Reserves a checkpoint for the state after a chunk that ends with a page, if the step can still take the copy."""
         if self.prefixes is None or not self.prefixes.stateful or not request.shares:
             return
         if end % self.prefixes.unit == 0 and end < len(request.tokens) and len(self.saves) < self.max_copies:
@@ -264,7 +268,7 @@ class Scheduler:
                 self.saves.append((request, digest, slot))
 
     def _allocate(self, request: Request, count: int, plan: Plan, under_way: bool) -> bool | None:
-        """Allocates pages for more tokens, preempting the newest requests if necessary; False if it preempted this one, and `None` if pages
+        """Allocates pages for more tokens. If necessary, it puts the newest requests back. Returns False if it put this one back, and `None` if pages
         run out while steps are under way."""
         while True:
             try:
@@ -281,7 +285,7 @@ class Scheduler:
                     return False
 
     def _give_pages(self, request: Request, count: int) -> None:
-        """Pages for more tokens."""
+        """Gives a request pages for more tokens."""
         if self.pages is None:
             return
         held, wanted = len(request.pages), -(-(request.computed + count) // self.page_size)
@@ -291,7 +295,8 @@ class Scheduler:
         request.room = wanted * self.page_size
 
     def _fits(self, request: Request) -> bool:
-        """Whether there are pages for all its tokens, besides those that other prompts still need and one more for each of them."""
+        """Returns whether there are pages for all tokens of a request, beside the pages that other prompts still need and one more for each of
+        them."""
         if self.pages is None:
             return True
         wanted = self.most_pages(len(request.tokens))
@@ -306,7 +311,7 @@ class Scheduler:
         return wanted <= self.pages.num_free
 
     def _free_behind(self, plan: Plan, window: int) -> None:
-        """Frees pages that no later step reads, whichever drafts are right. One under way still reads them, before a later one writes them."""
+        """Frees pages that no later step reads, whichever drafts are right. Steps under way may still read them: a later step writes after that."""
         for request in plan:
             if self.pages is not None:
                 known = request.computed - len(self.drafts.get(request, ()))

@@ -1,7 +1,7 @@
-"""A step of serving: what the host sends for it, in one array, and the programs that the device runs.
+"""A step of serving: the one array that the host sends for it, and the programs that the device runs.
 
-The device keeps what later steps need: the caches, the table of pages by slot, and the token that each slot chose last. So a step can start
-before the host knows what the one before it chose.
+The device keeps the caches, the page table by slot, and the last token of each slot. So a step can start before the host knows the tokens of the step
+before.
 """
 
 import dataclasses
@@ -39,8 +39,8 @@ def verify(
 ) -> tuple[Array, ServingCache]:
     """Runs the model on packed `tokens [T]`: the last token of each sequence and up to `drafts` proposed ones, or none where tokens are drawn.
 
-    **Returns:** the tokens that the model chooses, int32 `[N, 1 + drafts]`, -1 behind the first one that was not proposed and where logits
-    are not finite; and the cache without the drafts that are wrong.
+    **Returns:** the tokens that the model chooses, int32 `[N, 1 + drafts]`; and the cache without the drafts that are wrong. -1 follows the first
+    token that was not proposed, and stands for logits that are not finite.
     """
     x, cache = model.features(tokens, cache, batch=batch)
     place = jnp.arange(drafts + 1, dtype=jnp.int32)[None]
@@ -70,7 +70,7 @@ class Batch(NamedTuple):
 
 
 def last_of(slot: int) -> int:
-    """A number for the token that the slot chose last, which only the device may know."""
+    """A negative number that stands for the last token of the slot, which only the device may know."""
     return -1 - slot
 
 
@@ -79,10 +79,10 @@ class Sizes:
     """The sizes of a program, to which batches are padded.
 
     - `tokens`, `sequences`, `query_len`: as in `ejx.Buckets`.
-    - `pages`: new entries of the table.
-    - `slots`: of the engine; a sequence or an entry of padding has this number as its slot.
-    - `copies`: states copied before a step, and as many behind it.
-    - `drafts`: of a sequence, at most, which the program verifies.
+    - `pages`: the number of new entries of the page table.
+    - `slots`: the number of slots of the engine. Sequences and entries of padding have this number as their slot.
+    - `copies`: the number of states that are copied before the step, and again after it.
+    - `drafts`: the maximum number of drafts of a sequence.
     """
 
     tokens: int
@@ -95,17 +95,17 @@ class Sizes:
 
     @functools.cached_property
     def ends(self) -> list[int]:
-        """The end of each part of the array: tokens; counts, lengths, slots and sampling of sequences; entries of the table; copies."""
+        """The end of each part of the array. The parts are tokens; counts, lengths, slots and sampling of sequences; entries of the table; copies."""
         sizes = [self.tokens, *[self.sequences] * 8, *[self.pages] * 3, *[self.copies] * 4]
         return np.cumsum(sizes).tolist()
 
     def holds(self, counts: Sequence[int], pages: int = 0, copies: int = 0) -> bool:
-        """Whether sequences with so many new tokens fit, with so many new entries of the table and copies of states."""
+        """Returns whether sequences with these numbers of new tokens fit, with this many new entries of the table and copies of states."""
         few = pages <= self.pages and copies <= self.copies and len(counts) <= self.sequences
         return few and sum(counts) <= self.tokens and max(counts) <= self.query_len
 
     def pack(self, batch: Batch, sampling: SamplingArrays) -> np.ndarray:
-        """All of a batch in one int32 array; `sampling` has a row for each slot."""
+        """Packs a batch into one int32 array. `sampling` has a row for each slot."""
         data = np.zeros(self.ends[-1], np.int32)
         parts = np.split(data, self.ends[:-1])
         tokens, counts, lengths, slots, *rows = parts[:9]
@@ -126,7 +126,7 @@ class Sizes:
     def unpack(
         self, data: Array
     ) -> tuple[Array, Array, Array, Array, SamplingArrays, list[Array], list[Array]]:
-        """The inverse, on the device: tokens, counts, lengths, slots, sampling, entries of the table and copies."""
+        """The inverse of `pack`, on the device: tokens, counts, lengths, slots, sampling, entries of the table and copies."""
         tokens, counts, lengths, slots, *rest = jnp.split(data, self.ends[:-1])
         rows, pages, copies = rest[:5], rest[5:8], rest[8:]
         dtypes = (jnp.float32, jnp.int32, jnp.float32, jnp.float32, jnp.uint32)
@@ -135,7 +135,7 @@ class Sizes:
 
 
 class State(NamedTuple):
-    """What the device keeps between steps. Donated to each of them."""
+    """The arrays that the device keeps between steps. They are donated to each step."""
 
     caches: ServingCache
     table: Array  # int32 [slots, pages of the longest sequence]
@@ -153,12 +153,14 @@ Program = jax.stages.Wrapped  # (weights, state, data) -> (chosen, state)
 def make_program(
     model: Decoder, sizes: Sizes, page_size: int, drawn: bool, structure: Any, traced: Callable[[], None]
 ) -> Program:
-    """The compiled step `(weights, state, data) -> (chosen, state)`. Weights are the arrays of the model and `state` those of a `State` of this
-    structure, flat, because going through a model's tree takes the host longer than the rest of the call. `chosen` is int32 `[sequences]`, -1 where
-    logits are not finite; with drafts what `verify` returns, and `last` stays, since the next step waits for these tokens.
+    """Returns the compiled step `(weights, state, data) -> (chosen, state)`.
 
-    - `drawn`: whether tokens may be drawn; if not, all sequences take the likeliest.
-    - `traced`: called when the program is traced.
+    `weights` are the arrays of the model, and `state` those of a `State` with this structure. Both are flat tuples: flattening the tree of a model
+    would take most of the host's time. `chosen` is int32 `[sequences]`, with -1 for logits that are not finite. With drafts, it is the result of
+    `verify`, and `last` does not change, since the next step waits for these tokens.
+
+    - `drawn`: whether tokens may be drawn. If not, all sequences take the most likely token.
+    - `traced`: a function that is called when the program is traced.
     """
     arrays, rest = eqx.partition(model, eqx.is_array)
     model_structure = jax.tree.structure(arrays)
@@ -170,7 +172,7 @@ def make_program(
         tokens, counts, lengths, slots, sampling, (rows, columns, pages), copies = sizes.unpack(data)
         caches = state.caches.copy_states(*copies[:2]) if sizes.copies else state.caches
         table = state.table.at[rows, columns].set(pages, mode="drop")
-        # A sequence whose logits were not finite has ended, but the next step may have started before the host knew: its token is -1.
+        # A sequence whose logits were not finite has ended with the token -1. The next step may have started before the host knew.
         tokens = jnp.where(tokens < 0, jnp.maximum(state.last[-1 - tokens], 0), tokens)
         batch = RaggedBatch(
             jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts)]),

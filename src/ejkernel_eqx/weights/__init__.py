@@ -1,4 +1,4 @@
-"""Published weights: read from files, split and renamed into the layers of this package, strictly."""
+"""Published weights: reads arrays from files, splits and renames them, and fills the layers of this package. Nothing may be missing or left over."""
 
 from .attention_configs import attention_options as attention_options
 from .configs import unit_offset_norms as unit_offset_norms

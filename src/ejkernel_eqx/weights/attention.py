@@ -1,11 +1,11 @@
-"""The forms that attention layers are published in, by the names that are there.
+"""Reads published attention layers. The names of the arrays tell the form.
 
 | form | query, key, value | output |
 |---|---|---|
 | Llama and most | `q_proj`, `k_proj`, `v_proj` | `o_proj`, or `dense` (Phi), `out_proj` (OPT) |
 | LFM2 | the same, with `q_layernorm`, `k_layernorm` | `out_proj` |
 | Phi-3 | `qkv_proj`: all queries, all keys, all values | `o_proj` |
-| GPT-NeoX, Falcon | `query_key_value`: for each key head its queries, its key, its value | `dense` |
+| GPT-NeoX, Falcon | `query_key_value`: for each key head, its queries, its key, its value | `dense` |
 | GPT-2 | `c_attn` `[in, out]`: all queries, all keys, all values | `c_proj` `[in, out]` |
 | `torch.nn.MultiheadAttention` | `in_proj_weight`, or `q_proj_weight` ...; `in_proj_bias` | `out_proj` |
 | ModernBERT | `Wqkv`: all queries, all keys, all values | `Wo` |
@@ -35,7 +35,7 @@ _Split = Callable[[Any], list[Any]]
 
 
 def multi_head_attention(layer: Any, weights: Weights) -> Any:
-    """A `MultiHeadAttention` filled from any of the forms above."""
+    """Fills a `MultiHeadAttention` from any of the forms above."""
     taken, renamed = _query_key_value(layer, weights)
     # GPT-2 publishes its matrices as [in, out].
     if weights.has("c_proj.weight"):
@@ -46,10 +46,10 @@ def multi_head_attention(layer: Any, weights: Weights) -> Any:
 
 
 def _query_key_value(layer: Any, weights: Weights) -> tuple[dict[str, Any], dict[str, str]]:
-    """The projections as far as they are published in one, and the names of others."""
+    """The projections that are published as one array, and the published names of the other arrays."""
     if (fused := next((name for name in _FUSED if weights.has(name)), None)) is not None:
         by_head, transposed = fused.startswith("query_key_value"), fused.startswith("c_attn")
-        # GPT-NeoX and GPT-2 publish their causal masks as buffers beside the parameters.
+        # GPT-NeoX and GPT-2 publish causal masks beside the parameters.
         if by_head or transposed:
             weights.skip(*_MASKS)
         split = _head_by_head(layer, weights) if by_head else _one_after_another(layer)
@@ -83,7 +83,7 @@ def _fused(layer: Any, weights: Weights, weight: str, split: _Split, transposed:
         )
     rows, columns = sum(linear.weight.shape[0] for linear in linears), inputs[0]
     shape = (columns, rows) if transposed else (rows, columns)
-    # Only rows one after another can be those of a quantised weight.
+    # A quantised weight can be cut only into rows that follow each other.
     take = weights.take if transposed or weight.startswith("query_key_value") else weights.take_matrix
     found = take(weight, shape, linears[0].weight.dtype)
     matrices = split(found.T if transposed else found)
@@ -102,7 +102,7 @@ def _with_one_bias(layer: Any, weights: Weights) -> dict[str, Any]:
 def _with_bias(
     weights: Weights, linears: list[eqx.nn.Linear], matrices: list[Any], name: str, split: _Split
 ) -> dict[str, Any]:
-    """The projections with these matrices, and with the parts of the one bias if they have biases."""
+    """The projections with these matrices. If they have biases, each gets its part of the one published bias."""
     new = [{"weight": matrix} for matrix in matrices]
     if (first := linears[0].bias) is not None:
         rows = sum(linear.weight.shape[0] for linear in linears)
@@ -137,7 +137,7 @@ def _head_by_head(layer: Any, weights: Weights) -> _Split:
 
 
 def transposed(linear: Any, weights: Weights, name: str) -> Any:
-    """A linear layer that is published as `[in, out]`."""
+    """Fills a linear layer whose weight is published as `[in, out]`."""
     new = {"weight": weights.take(f"{name}.weight", linear.weight.shape[::-1], linear.weight.dtype).T}
     if linear.bias is not None:
         new["bias"] = weights.take(f"{name}.bias", linear.bias.shape, linear.bias.dtype)

@@ -1,4 +1,4 @@
-"""The arguments of `MultiHeadAttention` for a layer of a published model."""
+"""Reads the arguments of `MultiHeadAttention` from the configuration of a published model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,17 +20,19 @@ BERTS = ("bert", "roberta", "xlm-roberta")
 
 
 def attention_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
-    """The arguments of `MultiHeadAttention`, but for `key`, for one layer of a published model.
+    """Reads the arguments of `MultiHeadAttention` for one layer of a published model.
 
-    Dropout is left out: a layer that has it needs a key in every call outside of inference mode.
+    Dropout is not read: a layer with dropout needs a key in every call outside of inference mode.
 
     **Arguments:**
 
-    - `config`: the dictionary of its `config.json`; that of the language model is taken out of one with a `text_config`.
-    - `layer_index`: which layer, from 0: windows and the rotation may depend on it.
+    - `config`: the content of its `config.json`. Of a model with a `text_config`, that part is read.
+    - `layer_index`: the index of the layer, from 0. Windows and rotations may depend on it.
 
-    **Returns:** a dictionary. Raises `ValueError` for a `model_type` or an option that is not known here, and a layer of another kind;
-    `CheckpointError` for entries that are missing, of another type or out of bounds.
+    **Returns:** a dictionary of all arguments except `key`.
+
+    **Raises:** `ValueError` for a `model_type` or an option that is not supported, and for a layer of another type. `CheckpointError`, which is a
+    `ValueError`, for entries that are missing, of another type or out of bounds.
     """
     config = entries = read_model(config, _LAYER)
     kind = config["model_type"]
@@ -55,7 +57,7 @@ def attention_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
         "sliding_window": _window(config, found),
     }
     options["use_qkv_bias"], options["use_output_bias"] = _biases(config)
-    # Options of the type come after the general ones, which they may replace.
+    # Options of the model type come after the general ones, and may replace them.
     if kind in _OTHERS:
         options |= _OTHERS[kind](config, layer_index)
     if _rotates(config, layer_index, found):
@@ -67,14 +69,14 @@ def attention_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
 
 
 def cross_layer_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
-    """The arguments of `CrossLayerAttention` for a layer that reads the keys and values of another."""
+    """The arguments of `CrossLayerAttention`, for a layer that reads the keys and values of another one."""
     config = entries_of(config)
     options = attention_options(config.changed(num_kv_shared_layers=0), layer_index)
     return {name: value for name, value in options.items() if name not in ("v_norm", "keys_as_values")}
 
 
 def source_of_keys(config: Entries, layer_index: int) -> int | None:
-    """The layer whose keys and values this one reads: the last one of its type that has its own; `None` for its own."""
+    """The index of the layer whose keys and values this one reads: the last layer of its type that has its own. `None` if it has its own."""
     count, shared = config.get("num_hidden_layers"), config.get("num_kv_shared_layers") or 0
     if not shared or count is None or layer_index < count - shared:
         return None
@@ -103,12 +105,12 @@ def _rotates(config: Entries, index: int, found: str) -> bool:
         rope = config.inner("rope_parameters")
         named = rope if "rope_theta" in set(rope) else config
         return "rope_theta" not in set(named) or named.get("rope_theta") is not None
-    # GPT-2, OPT and BERT learn their positions as embeddings; the states of the others tell them.
+    # GPT-2, OPT and BERT have embeddings of positions. In the others, the states of recurrent layers carry the order of the tokens.
     return kind not in ("gpt2", "opt", *BERTS, "jamba", "nemotron_h")
 
 
 def default_type(config: Entries, index: int) -> str:
-    """The type of a layer in a configuration that lists none."""
+    """The type of a layer, for configurations without a list of types."""
     kind, has_window = config["model_type"], config.get("sliding_window") is not None
     by_pattern = (index + 1) % config.get("sliding_window_pattern", 1) != 0
     by_interval = (index + 1) % config.get("full_attention_interval", 1) != 0
@@ -145,7 +147,7 @@ def default_type(config: Entries, index: int) -> str:
 
 def _window(config: Config, found: str) -> int | None:
     kind, window = config["model_type"], config.get("sliding_window")
-    # Qwen publishes a window also where it is switched off.
+    # Qwen's configuration has a window even if it is switched off.
     if kind.startswith(("qwen", "smollm3")) and not config.get("use_sliding_window", False):
         return None
     if kind in _ONE_WINDOW:
@@ -188,7 +190,7 @@ def _gemma3(config: Entries, layer_index: int) -> dict[str, Any]:
 
 
 def _both_ways(config: Entries, layer_index: int, window: int | None) -> dict[str, Any]:
-    """Attention of an encoder, whose windows have as many tokens in all."""
+    """Attention of an encoder. Its windows are on both sides, and their published size is that of both together."""
     if window is None or layer_type(config, layer_index, lambda i: default_type(config, i)) == _FULL:
         return {"causal": False, "sliding_window": None}
     return {"causal": False, "sliding_window": (window // 2, window // 2)}
@@ -203,7 +205,7 @@ def _modernbert(config: Entries, layer_index: int) -> dict[str, Any]:
 
 
 def _of_one_layer(config: Entries, index: int, found: str) -> Entries:
-    """The configuration of Gemma 4 for one layer, as those with full attention have sizes of their own."""
+    """The configuration of Gemma 4 for one layer. Layers with full attention have sizes of their own."""
     sizes = {"head_dim": config["global_head_dim"]}
     if config["attention_k_eq_v"] and config.get("num_global_key_value_heads"):
         sizes["num_key_value_heads"] = config["num_global_key_value_heads"]
@@ -251,7 +253,7 @@ def _llama4(config: Entries, layer_index: int) -> dict[str, Any]:
         has_temperature = bool(config["attn_temperature_tuning"])
         tempered = {"temperature": (float(config["attn_scale"]), config["floor_scale"], 1)}
         return options | (tempered if has_temperature else {})
-    # A rotation changes no norm, so that this one may stand before it.
+    # A rotation does not change the mean square, so this norm may come before it.
     return options | ({**_qk_norm(config, layer_index), "qk_norm": "unit"} if config["use_qk_norm"] else {})
 
 
@@ -275,7 +277,7 @@ def _ministral3(config: Entries, layer_index: int) -> dict[str, Any]:
 
 
 def _rotation(config: Entries) -> Entries:
-    """The configuration without what stands among the entries of the rotation and is none."""
+    """The configuration without those entries of the rotation that belong to other things."""
     if config["model_type"] != "ministral3":
         return config
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
@@ -284,7 +286,7 @@ def _rotation(config: Entries) -> Entries:
 
 
 def _falcon_h1(config: Config, layer_index: int) -> dict[str, Any]:
-    """The factor of the input is a part of that of the scores, and of the branch's."""
+    """The options of Falcon-H1. The factor of its input becomes a part of the factors of the scores and of the branch."""
     factor = config["attention_in_multiplier"]
     if factor != 1:
         refuse(config, attention_bias=False)

@@ -1,7 +1,7 @@
-"""Published arrays from a module: the code that reads them, run backwards.
+"""Makes published arrays from a module, by running the code that reads them backwards.
 
-Reading only moves numbers: it splits, joins, transposes and reorders arrays. It is therefore linear, and its transpose is its inverse. So there is
-one table of names and forms, that of reading. Only a form that exists in several variants has to be named, by some names in it.
+Reading only moves numbers: it splits, joins, transposes and reorders arrays. So it is a linear function, and its transpose is its inverse. JAX
+computes the transpose. So only the readers know names and forms. If a form has several variants, some names in it identify the variant.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ Read = Callable[..., Any]
 
 
 class Recorder(Weights):
-    """A view that notes the arrays a reader asks for, whether they are there or not."""
+    """A view that records which arrays a reader asks for. They need not be there."""
 
     @classmethod
     def over(cls, source: Source) -> "Recorder":
@@ -33,12 +33,12 @@ class Recorder(Weights):
 
     @property
     def made(self) -> list[tuple[jax.Array, str]]:
-        """The arrays that stand for those of names, since it was cleared."""
+        """The arrays that were made for names, since the record was cleared."""
         return self._ledger.made
 
     @property
     def offset(self) -> set[str]:
-        """The names of norms that are published as `weight - 1`."""
+        """The names of the norms that are published as `weight - 1`."""
         return self._ledger.offset
 
     def take(self, name: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -57,13 +57,13 @@ class Recorder(Weights):
 
 
 def shapes_of(module: Any) -> Any:
-    """The module with shapes in the place of its arrays of floats and its quantised weights."""
+    """The module with shapes instead of float arrays and quantised weights."""
     one = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_parameter(x) or is_quantised(x) else x
     return jax.tree.map(one, module, is_leaf=is_quantised)
 
 
 def names_of(module: Any, read: Read, views: tuple[Recorder, ...]) -> dict[str, str]:
-    """The names of the arrays that `read` takes as they stand, by their paths in the module."""
+    """The published names of the arrays that `read` takes unchanged, by their paths in the module."""
     names: dict[str, str] = {}
 
     def trace() -> None:
@@ -79,9 +79,9 @@ def names_of(module: Any, read: Read, views: tuple[Recorder, ...]) -> dict[str, 
 
 
 def arrays_of(module: Any, read: Read, views: tuple[Recorder, ...]) -> dict[str, np.ndarray]:
-    """The published arrays by name that `read` fills the module from, on the host.
+    """Returns the published arrays by name, on the host: those from which `read` would fill the module.
 
-    Raises `ValueError` if they would not be read back as they are.
+    **Raises:** `ValueError` if `read` would not give back the same module.
     """
     like = shapes_of(module)
     values = [np.asarray(leaf) for leaf in jax.tree.leaves(module) if is_parameter(leaf)]

@@ -45,13 +45,13 @@ ALIASES: dict[str, tuple[str, Config]] = {
 
 @functools.cache
 def defaults_of(layer: str) -> Mapping[str, Mapping[str, Any]]:
-    """The entries that `transformers` takes where a configuration has none, by the `model_type` of the models with a counterpart of the layer."""
+    """The default entries of `transformers`, by `model_type`, for all models that have this layer."""
     file = importlib.resources.files("ejkernel_eqx.weights").joinpath("defaults.toml")
     return tomllib.loads(file.read_text(encoding="utf-8"))[layer]
 
 
 def read_model(config: Any, layer: str) -> Entries:
-    """The configuration of the language model alone, over the defaults of `transformers`; refused if `layer` has no counterpart in it."""
+    """The configuration of the language model, with the defaults of `transformers`. A model without this layer is refused."""
     entries, known = text_entries(config), defaults_of(layer)
     kind = entries.get("model_type")
     if kind is None or kind not in known:
@@ -63,7 +63,7 @@ def read_model(config: Any, layer: str) -> Entries:
 
 
 def text_entries(config: Any) -> Entries:
-    """The entries of the language model, also where they are those of a part."""
+    """The entries of the language model, which may be a part of the configuration."""
     entries = entries_of(config)
     entries = entries.inner("text_config") if entries.get("text_config") else entries
     kind = entries.get("model_type")
@@ -81,7 +81,7 @@ def text_entries(config: Any) -> Entries:
 
 
 def _renamed(entries: Entries, kind: str) -> Entries:
-    """The entries by the names that most models have, and what follows from others where they are left out."""
+    """The entries by the names that most models use. Entries that are left out are derived from others."""
     own = {name: entries.get(other) for name, other in _RENAMED[kind].items() if entries.raw(name) is None}
     own = {name: value for name, value in own.items() if value is not None}
     entries = entries.changed(**own)
@@ -93,7 +93,7 @@ def _renamed(entries: Entries, kind: str) -> Entries:
 
 
 def take(config: Config, *names: str) -> Any:
-    """The first of the names that is there."""
+    """The value of the first of these entries that is there."""
     for name in names:
         if config.get(name) is not None:
             return config[name]
@@ -104,13 +104,13 @@ def take(config: Config, *names: str) -> Any:
 
 
 def taken(config: Config, names: str) -> dict[str, Any]:
-    """The arguments in `names`, each the entry of its name, or of that behind `=`."""
+    """The arguments in `names`. Each has the entry of its own name, or of the name after `=`."""
     pairs = (name.partition("=") for name in names.split())
     return {argument: take(config, entry or argument) for argument, _, entry in pairs}
 
 
 def head_width(config: Config) -> int:
-    """Features of a head, where `head_dim` may be left out."""
+    """The features of a head. `head_dim` may be left out."""
     if config.get("head_dim"):
         return config["head_dim"]
     width, heads = take(config, "hidden_size", "n_embd"), take(config, "num_attention_heads", "n_head")
@@ -121,7 +121,7 @@ def head_width(config: Config) -> int:
 
 
 def refuse(config: Config, **unknown: Any) -> None:
-    """Entries that are known to change the result, and are only known to have these values (or none) here."""
+    """Refuses entries that would change the result, unless they have one of these values."""
     for name, values in unknown.items():
         found = config.get(name)
         allowed = values if isinstance(values, tuple) else (values,)
@@ -133,7 +133,7 @@ def refuse(config: Config, **unknown: Any) -> None:
 
 
 def layer_type(config: Config, layer_index: Any, default: Any) -> str:
-    """The type of a layer as the configuration lists it, else `default(layer_index)`."""
+    """The type of a layer in the list of the configuration; without a list, `default(layer_index)`."""
     count = config.get("num_hidden_layers", config.get("n_layer"))
     if isinstance(layer_index, bool) or not isinstance(layer_index, int) or layer_index < 0:
         raise ValueError(
@@ -157,5 +157,5 @@ def check_type(config: Config, layer_index: int, found: str, expected: Sequence[
 
 
 def unit_offset_norms(config: Config) -> bool:
-    """Returns whether a model multiplies by `1 + weight` in its RMS norms, as [`ejkernel_eqx.load_published`][] has to know."""
+    """Returns whether the RMS norms of a model multiply by `1 + weight`. [`ejkernel_eqx.load_published`][] needs to know that."""
     return text_entries(config).get("model_type") in _UNIT_OFFSET

@@ -1,4 +1,4 @@
-"""The arguments of `MixtureOfExperts` for a layer of a published model."""
+"""Reads the arguments of `MixtureOfExperts` from the configuration of a published model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,15 +10,17 @@ _LAYER = "MixtureOfExperts"
 
 
 def mixture_of_experts_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
-    """The arguments of `MixtureOfExperts`, but for `key`, for one layer of a published model.
+    """Reads the arguments of `MixtureOfExperts` for one layer of a published model.
 
     **Arguments:**
 
-    - `config`: the dictionary of its `config.json`; that of the language model is taken out of one with a `text_config`.
-    - `layer_index`: which layer, from 0: some models have plain MLPs among them.
+    - `config`: the content of its `config.json`. Of a model with a `text_config`, that part is read.
+    - `layer_index`: the index of the layer, from 0. Some models have plain MLPs in some layers.
 
-    **Returns:** a dictionary. Raises `ValueError` for a `model_type` or an option that is not known here, and a layer with a plain MLP;
-    `CheckpointError` for entries that are missing, of another type or out of bounds.
+    **Returns:** a dictionary of all arguments except `key`.
+
+    **Raises:** `ValueError` for a `model_type` or an option that is not supported, and for a layer with a plain MLP. `CheckpointError`, which is a
+    `ValueError`, for entries that are missing, of another type or out of bounds.
     """
     config = read_model(config, _LAYER)
     layer_type(config, layer_index, lambda index: "")  # which checks the index
@@ -55,7 +57,7 @@ def _count(config: Config) -> int:
 
 
 def _no_experts(config: Config, layer_index: int) -> str | None:
-    """The entries that give a layer a plain MLP."""
+    """The entries by which a layer has a plain MLP."""
     if not config.get("enable_moe_block", True):
         return "enable_moe_block is false"
     if not _count(config):
@@ -79,7 +81,7 @@ def _no_experts(config: Config, layer_index: int) -> str | None:
     step = 1 if config.get("moe_layers") else config.get("interleave_moe_layer_step") or 1
     if (layer_index + 1) % step:
         return f"interleave_moe_layer_step is {step}"
-    # This entry counts layers from 1, unlike the next one.
+    # This entry counts layers from 1. The next one counts from 0.
     if (layer_index + 1) % (step := config.get("decoder_sparse_step") or 1):
         return f"decoder_sparse_step is {step}"
     if layer_index % (often := config.get("moe_layer_freq") or 1):  # as DeepSeek's own code has it

@@ -1,18 +1,18 @@
-"""The forms that mixtures of experts are published in, by the names that are there.
+"""Reads published mixtures of experts. The names of the arrays tell the form.
 
-| form | experts, of which there are `N` |
+| form | arrays of `N` experts |
 |---|---|
 | Mixtral and MiniMax | `experts.0.w1`, `w3`, `w2`: gate, up, down |
 | Qwen, OLMoE, DeepSeek | `experts.0.gate_proj`, `up_proj`, `down_proj` |
-| transformers, once loaded | `experts.gate_up_proj` `[N, 2 F, E]`, all gates and then all ups; `experts.down_proj` `[N, E, F]` |
-| Granite | `input_linear` and `output_linear` for both; those of the shared expert beside it, in `shared_mlp` |
-| Jamba, LFM2-MoE, in `feed_forward` | the first three |
+| transformers, after loading | `experts.gate_up_proj` `[N, 2 F, E]`, all gates and then all ups; `experts.down_proj` `[N, E, F]` |
+| Granite | `input_linear`, gates and ups, and `output_linear`, downs; the shared expert beside it is in `shared_mlp` |
+| Jamba, LFM2-MoE, in `feed_forward` | any of the first three forms |
 | Nemotron-H | `experts.0.up_proj`, `down_proj`, or `experts.up_proj` and `experts.down_proj` of all; `fc1_latent_proj`, `fc2_latent_proj` |
 | Llama 4, in `feed_forward` | `experts.gate_up_proj` `[N, E, 2 F]`, all gates and then all ups; `experts.down_proj` `[N, F, E]` |
-| Gemma 4, beside an `mlp` | as transformers, once loaded; `router.proj`, `router.scale`, `router.per_expert_scale`, `pre_feedforward_layernorm_2` |
-| GPT-OSS | `experts.gate_up_proj` `[N, E, 2 F]`, gate and up in turn; `experts.down_proj` `[N, F, E]`; `*_bias` |
+| Gemma 4, beside an `mlp` | as transformers, after loading; `router.proj`, `router.scale`, `router.per_expert_scale`, `pre_feedforward_layernorm_2` |
+| GPT-OSS | `experts.gate_up_proj` `[N, E, 2 F]`, where gates and ups alternate; `experts.down_proj` `[N, F, E]`; `*_bias` |
 
-The router is `gate` or `router`, the expert of all tokens `shared_expert` or `shared_experts`.
+The router is named `gate` or `router`. The shared expert, which all tokens use, is named `shared_expert` or `shared_experts`.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ _FIELDS = ("gate_proj", "up_proj", "down_proj")
 
 
 def mixture_of_experts(layer: Any, weights: Weights) -> Any:
-    """A `MixtureOfExperts` filled from any of the forms above."""
+    """Fills a `MixtureOfExperts` from any of the forms above."""
     names = weights.names()
     there = lambda *options: next(
         (o for o in options if any(n.startswith(f"{o}.") for n in names)), options[0]
@@ -43,7 +43,7 @@ def mixture_of_experts(layer: Any, weights: Weights) -> Any:
 
 
 def fused_mlp(mlp: Any, weights: Weights) -> Any:
-    """A gated MLP as Granite publishes it."""
+    """Fills a gated MLP in Granite's form."""
     inner, outer = mlp.gate_proj.weight.shape
     both = weights.take_matrix("input_linear.weight", (2 * inner, outer), mlp.gate_proj.weight.dtype)
     halves = {"gate_proj": slice(inner), "up_proj": slice(inner, None)}
@@ -69,7 +69,7 @@ def _router(router: Any, weights: Weights, name: str) -> Any:
 
 
 def experts(module: Any, weights: Weights) -> Any:
-    """All experts of a layer."""
+    """Fills all experts of a layer."""
     latent = ("fc1_latent_proj", "fc2_latent_proj")
     new = {name: getattr(module, name) for name in latent}
     new = {name: fill(layer, weights.beside(name)) for name, layer in new.items() if layer is not None}
@@ -104,7 +104,7 @@ def _transposed(module: Any, weights: Weights, alternates: bool = True) -> Any:
     dtype = module.gate_proj.dtype
     both = turned(weights.take_matrix("gate_up_proj", (count, outer, 2 * inner), dtype))
     down = turned(weights.take_matrix("down_proj", (count, inner, outer), dtype))
-    # All three are published transposed. In GPT-OSS gate and up alternate along the last axis.
+    # All three matrices are published transposed. In GPT-OSS, gates and ups alternate along the last axis.
     halves = (slice(inner), slice(inner, None))
     parts = (slice(0, None, 2), slice(1, None, 2)) if alternates else halves
     new: dict[str, Any] = dict(zip(_FIELDS, (*(rows_of(both, part) for part in parts), down)))

@@ -1,4 +1,4 @@
-"""A module filled with published arrays: by the names of its fields, or as its own method `_published` says."""
+"""Fills a module with published arrays, by the names of its fields or by its own method `_published`."""
 
 import dataclasses
 from typing import Any
@@ -15,12 +15,12 @@ from .view import Weights
 
 
 def fill(module: Any, weights: Weights) -> Any:
-    """`module` with every array of floats in it taken from `weights`, of the dtype and in the place of its counterpart.
+    """Returns `module` with every float array taken from `weights`. Each keeps the dtype and the sharding of the array that it replaces.
 
-    A module with a method `_published(self, weights)` says itself how. Otherwise fields are taken by name and items of tuples, lists and
+    A module with a method `_published(self, weights)` fills itself by it. Otherwise fields are taken by name, and items of tuples, lists and
     dictionaries by index or key. Static fields, integers and functions stay.
     """
-    # Placement comes last, so that a method `_published` need not know of shardings.
+    # Arrays are placed last, so that a method `_published` need not handle shardings.
     return _placed(_filled(module, weights), module)
 
 
@@ -41,7 +41,7 @@ def _filled(module: Any, weights: Weights) -> Any:
 def fill_fields(
     module: Any, weights: Weights, renamed: dict[str, str] | None = None, skip: tuple[str, ...] = ()
 ) -> Any:
-    """Every field by its name, or by that in `renamed`; those in `skip` stay."""
+    """Fills every field by its name, or by that in `renamed`. Those in `skip` stay."""
     renamed = renamed or {}
     new: dict[str, Any] = {}
     for field in dataclasses.fields(module):
@@ -65,14 +65,14 @@ def _entry(value: Any, name: str, weights: Weights) -> Any:
 
 
 def is_parameter(leaf: Any) -> bool:
-    """An array of floats, or the shape of one."""
+    """Returns whether this is a float array, or the shape of one."""
     return isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct) and jnp.issubdtype(
         leaf.dtype, jnp.inexact
     )
 
 
 def replaced(module: Any, new: dict[str, Any]) -> Any:
-    """The module with other values of the fields named, in one step."""
+    """The module with other values of these fields, replaced in one step."""
     names = [name for name, value in new.items() if value is not getattr(module, name)]
     if not names:
         return module
@@ -82,7 +82,7 @@ def replaced(module: Any, new: dict[str, Any]) -> Any:
 
 
 def _placed(filled: Any, module: Any) -> Any:
-    """Arrays whose counterpart was placed explicitly, sharded say, placed likewise."""
+    """Places each array as the one that it replaces, if that was placed explicitly."""
 
     if jax.tree.structure(filled, is_leaf=is_quantised) != jax.tree.structure(module):
         raise CheckpointError(
@@ -93,13 +93,13 @@ def _placed(filled: Any, module: Any) -> Any:
 
 
 def sharding_of(like: Any) -> Any:
-    """The sharding of an array that was placed explicitly, or of a shape that says it is to be; otherwise `None`."""
+    """The sharding of an array that was placed explicitly, or of a shape that names one; otherwise `None`."""
     is_shape = isinstance(like, jax.ShapeDtypeStruct)
     return getattr(like, "sharding", None) if is_shape or getattr(like, "committed", False) else None
 
 
 def placed_as(new: Any, like: Any) -> Any:
-    """An array where its counterpart was placed explicitly."""
+    """The array `new`, placed as `like` if that was placed explicitly."""
     sharding = sharding_of(like)
     if sharding is not None and is_quantised(new):
         return placed(new, sharding)

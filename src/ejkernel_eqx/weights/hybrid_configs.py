@@ -1,4 +1,4 @@
-"""The configurations of hybrid models in the entries that the readers of layers know."""
+"""Renames the entries of hybrid models to those that the readers of layers know."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,7 @@ _MLP_TYPES = {"mlp": "dense", "moe": "sparse"}
 
 
 def hybrid_entries(config: Entries) -> Entries:
-    """The same configuration with entries renamed. Its result is given back as it is."""
+    """The same configuration with renamed entries. A configuration that was renamed before stays as it is."""
     kind = config.get("model_type")
     renamed = {new: config.get(old) for new, old in _RENAMED.get(kind, {}).items()}
     config = config.changed(**{name: value for name, value in renamed.items() if value is not None})
@@ -24,7 +24,7 @@ def hybrid_entries(config: Entries) -> Entries:
 
 
 def hybrid_layer_type(config: Entries, index: int) -> str | None:
-    """The type of a layer where none is listed; `None` for a model that is none of these."""
+    """The type of a layer, for hybrid models without a list of types; `None` for other models."""
     is_full = _IS_FULL.get(config["model_type"])
     if is_full is None:
         return None
@@ -47,7 +47,7 @@ def _lfm2(config: Entries) -> Entries:
 
 
 def _nemotron_h(config: Entries) -> Entries:
-    """Blocks of a mixer or of an MLP as layers, each of a mixer and the MLP behind it."""
+    """The blocks of Nemotron-H, each a mixer or an MLP, as layers of a mixer and the MLP after it."""
     if config.get("mlp_layer_types"):
         return config
     name = "layers_block_type"
@@ -91,7 +91,7 @@ _IS_FULL: dict[Any, Callable[[Entries, int], bool]] = {
     "jamba": lambda config, index: index % config["attn_layer_period"] == config["attn_layer_offset"],
     "kimi_linear": _is_full_in_kimi,
     "lfm2": lambda config, index: config.get("full_attn_idxs") is None or index in config["full_attn_idxs"],
-    # Every fourth, or the last of a small model.
+    # Every fourth layer has attention; in a smaller model, the last one.
     "olmo_hybrid": lambda config, index: (
         index % 4 == 3 or index == config.get("num_hidden_layers", 4) - 1 < 3
     ),

@@ -1,4 +1,4 @@
-"""The arguments of `MultiHeadLatentAttention` for a layer of a published model."""
+"""Reads the arguments of `MultiHeadLatentAttention` from the configuration of a published model."""
 
 from typing import Any
 
@@ -7,14 +7,16 @@ from .configs import Config, layer_type, read_model, refuse, take, taken
 
 
 def latent_attention_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
-    """The arguments of `MultiHeadLatentAttention`, but for `key`, for one layer of a published model. Dropout is left out.
+    """Reads the arguments of `MultiHeadLatentAttention` for one layer of a published model. Dropout is not read.
 
     **Arguments:**
 
-    - `config`: the dictionary of its `config.json`.
-    - `layer_index`: which layer, from 0.
+    - `config`: the content of its `config.json`.
+    - `layer_index`: the index of the layer, from 0.
 
-    **Returns:** a dictionary. Raises `ValueError` for a `model_type` or an option that is not known here; `CheckpointError` for entries that are
+    **Returns:** a dictionary of all arguments except `key`.
+
+    **Raises:** `ValueError` for a `model_type` or an option that is not supported. `CheckpointError`, which is a `ValueError`, for entries that are
     missing, of another type or out of bounds.
     """
     config = read_model(config, "MultiHeadLatentAttention")

@@ -1,4 +1,4 @@
-"""`load_published`: a layer or a model with the weights of a published one."""
+"""`load_published`: fills a layer or a model with the weights of a published one."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -26,30 +26,32 @@ def load_published(
     dtype: Any = None,
     dequantise: bool | Sequence[str] = False,
 ) -> M:
-    """A layer or a model with published weights: those of its fields' names, and the forms that other code publishes the same layer in.
+    """Fills a layer or a model with published weights.
 
-    Every array of floats has to be there, with its shape, and nothing may be left over. So a layer that was built
-    without the norms, sinks or biases of the published one is refused, not filled in part.
+    The published names are those of its fields, or those of another published form of the same layer.
+
+    Every float array of the layer must be published with the same shape, and no published array may be left over. So if the published layer has
+    norms, sinks or biases and `like` was built without them, there is an error. A layer is never filled in part.
 
     **Arguments:**
 
-    - `like`: a layer or any pytree of layers, for example from `from_config`. Its values are not used: `equinox.filter_eval_shape` builds it
-        without memory. Integer arrays in it stay as they are.
-    - `state_dict`: a dictionary of arrays of NumPy, JAX or PyTorch, or a path. The path is that of a `.safetensors`
-        file, of the index of a sharded one (`model.safetensors.index.json`), or of a folder with either. Files are read
+    - `like`: a layer or any pytree of layers, for example from `from_config`. Its float values are not used, so `equinox.filter_eval_shape` may build
+        it without memory. Its integer arrays stay as they are.
+    - `state_dict`: a dictionary of arrays of NumPy, JAX or PyTorch; or the path of a `.safetensors`
+        file, of the index of several (`model.safetensors.index.json`), or of a folder with either. Files are read
         one array at a time.
-    - `prefix`: what stands before the names of this layer, `"model.layers.0.self_attn"`, with or without the last dot.
-    - `unit_offset_norms`: whether the model multiplies by `1 + weight` in its RMS norms (Gemma, Qwen3-Next): one is added. Gated norms
-        (`GatedRMSNorm`) are never published so.
-    - `ignore`: names under the prefix that are not wanted, as patterns of `fnmatch`. Buffers that are computed here need not be named.
-    - `dtype`: of all arrays of floats; by default each has that of its counterpart in `like`.
-    - `dequantise`: of files whose `config.json` beside them has a `quantization_config`, as in [`ejkernel_eqx.models.from_pretrained`][].
+    - `prefix`: the beginning of the names of this layer, such as `"model.layers.0.self_attn"`, with or without a dot at the end.
+    - `unit_offset_norms`: whether the RMS norms of the model multiply by `1 + weight` (Gemma, Qwen3-Next). One is then added to their weights. Gated
+        norms (`GatedRMSNorm`) are never published so.
+    - `ignore`: patterns of `fnmatch` for names under the prefix that are not wanted. Buffers that are computed here need no pattern.
+    - `dtype`: the dtype of all float arrays; by default each keeps that in `like`.
+    - `dequantise`: whether quantised weights become floats, as in [`ejkernel_eqx.models.from_pretrained`][]. Files are quantised if the
+        `config.json` beside them has a `quantization_config`.
 
-    **Returns:** a module like `like`, filled. An array whose counterpart was placed explicitly (sharded, say) is placed the same way.
+    **Returns:** a module like `like` with published arrays. Each is placed as the array in `like`, if that was placed explicitly.
 
-    **Raises:** `CheckpointError`, which is a `ValueError`, if names are missing or left over, a shape differs from that
-    of the layer, or a file is damaged. It lists similar names beside the missing ones, and says whether a shape is the
-    transpose.
+    **Raises:** `CheckpointError`, which is a `ValueError`, if names are missing or left over, if a shape differs, or if a file is damaged. The
+    message lists names that are similar to the missing ones, and says whether a shape is the transpose.
     """
     _check(prefix, unit_offset_norms, ignore)
     like = like if dtype is None else _as_dtype(like, dtype)
@@ -96,14 +98,14 @@ def _as_dtype(like: Any, dtype: Any) -> Any:
     def cast(leaf: Any) -> Any:
         if not is_parameter(leaf):
             return leaf
-        # A shape suffices, as values of `like` are never used; an explicit sharding stays.
+        # A shape is enough, since the values of `like` are never used. An explicit sharding stays.
         return jax.ShapeDtypeStruct(leaf.shape, found, sharding=sharding_of(leaf))
 
     return jax.tree.map(cast, like)
 
 
 def _check_filled(filled: Any, like: Any) -> None:
-    """Every parameter is new and of the form of its counterpart, and every other array is one."""
+    """Checks that every parameter was replaced by one of the same shape and dtype, and that every other array has values."""
     leaves = jax.tree_util.tree_leaves_with_path(filled, is_leaf=is_quantised)
     for (path, new), old in zip(leaves, jax.tree.leaves(like)):
         name = f"like{jax.tree_util.keystr(path)}"
@@ -112,7 +114,7 @@ def _check_filled(filled: Any, like: Any) -> None:
                 f"{name}: expected an array, received only the shape of one, and no published array gives its values; build the layer outside of "
                 "equinox.filter_eval_shape."
             )
-        # The same object means that nothing was taken for it.
+        # If it is still the same object, no published array was taken for it.
         if is_parameter(new) and new is old:
             raise CheckpointError(
                 f"{name}: expected a published array, received the one of like; the method _published of its module has to take it."

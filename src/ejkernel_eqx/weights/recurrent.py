@@ -1,15 +1,15 @@
-"""The forms that recurrent layers are published in beside the names of their fields.
+"""Reads published recurrent layers. These are the forms whose names differ from the names of the fields:
 
 | layer | form |
 |---|---|
 | `GatedLinearAttention` | `g_norm_swish_gate` for `g_norm` (flash-linear-attention, with an output gate) |
-| `LightningAttention` | buffers beside the parameters: `slope_rate`, `*_decay` |
+| `LightningAttention` | also buffers, which are not read: `slope_rate`, `*_decay` |
 | `KimiDeltaAttention` | `A_log` `[1, 1, H, 1]`; `f_proj.0`, `f_proj.1`, `g_proj.0`, `g_proj.1` (flash-linear-attention) |
-| | `forget_gate` around the decay's parameters and one `conv1d` (transformers, once loaded) |
+| | the decay's parameters in `forget_gate`, and one `conv1d` (transformers, after loading) |
 | `GatedDeltaNet` | `in_proj_qkv`, `in_proj_z`, `in_proj_b`, `in_proj_a`, not grouped by key head (Qwen3.5) |
 | | `q_proj`, `k_proj`, `v_proj`, `g_proj`, `b_proj`, `a_proj`, `o_norm`, `o_proj`; `conv1d` in one or three (OLMo-hybrid) |
 
-`Mamba1Mixer` and `Mamba2Mixer` are published by the names of their fields.
+`Mamba1Mixer` and `Mamba2Mixer` are published under the names of their fields.
 """
 
 import math
@@ -50,9 +50,9 @@ def kimi_delta_attention(layer: Any, weights: Weights) -> Any:
 
 
 def _take_rates(rates: Any, weights: Weights) -> Array:
-    """`A_log` `[H]`, also where it is published with axes to broadcast by."""
+    """`A_log` `[H]`, which may be published with further axes of size 1."""
     shape = weights.shape("A_log") if weights.has("A_log") else rates.shape
-    # A reshape keeps the order of values if only the axis of the heads is longer than 1.
+    # If only the axis of the heads is longer than 1, a reshape keeps the order of the values.
     spread = math.prod(shape) == max(shape, default=0) == rates.shape[0]
     return weights.take("A_log", shape if spread else rates.shape, rates.dtype).reshape(rates.shape)
 
@@ -89,7 +89,7 @@ def gated_delta_net(layer: Any, weights: Weights) -> Any:
         qkv = weights.take_matrix("in_proj_qkv.weight", (wide + value_dim, features), dtype)
         parts = [rows_of(qkv, part) for part in (slice(key_dim), slice(key_dim, wide), slice(wide, None))]
     z = weights.take_matrix(f"{'g_proj' if apart else 'in_proj_z'}.weight", (value_dim, features), dtype)
-    # So few rows that they are floats, also of a quantised checkpoint.
+    # These rows are so few that they are floats even in a quantised checkpoint.
     names = ("b_proj", "a_proj") if apart else ("in_proj_b", "in_proj_a")
     b, a = (weights.take(f"{name}.weight", (rows, features), dtype) for name in names)
     name = f"{weights.prefix}in_proj_qkv.weight"
@@ -99,7 +99,7 @@ def gated_delta_net(layer: Any, weights: Weights) -> Any:
         "in_proj_ba": replaced(layer.in_proj_ba, {"weight": ba}),
     }
     if weights.has("q_conv1d.weight"):
-        # Wherever it was cut: `transformers` saves three parts of nearly the same size.
+        # The cuts may be anywhere: `transformers` saves three parts of nearly the same size.
         names, dtype = [f"{part}_conv1d.weight" for part in "qkv"], layer.conv1d.weight.dtype
         there = lambda name: weights.shape(name) if weights.has(name) else layer.conv1d.weight.shape
         parts = [weights.take(name, there(name), dtype) for name in names]

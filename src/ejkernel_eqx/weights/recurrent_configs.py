@@ -1,4 +1,4 @@
-"""The arguments of recurrent layers for a layer of a published model; each function as `attention_options`."""
+"""Reads the arguments of recurrent layers from the configuration of a published model. Arguments and errors are those of `attention_options`."""
 
 import math
 from collections.abc import Callable
@@ -12,11 +12,12 @@ _LINEAR = "linear_attention"
 
 
 def mamba1_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
-    """The arguments of `Mamba1Mixer` (`mamba`, `falcon_mamba`, `jamba`)."""
+    """Reads the arguments of `Mamba1Mixer` (`mamba`, `falcon_mamba`, `jamba`), as [`attention_options`][ejkernel_eqx.weights.attention_options] does
+    for attention."""
     config = _read(config, layer_index, "Mamba1Mixer")
     options = taken(config, "embed_dim=hidden_size dt_rank=time_step_rank state_size conv_width=conv_kernel")
     width, is_jamba = options["embed_dim"], config["model_type"] == "jamba"
-    # Mamba's published code computes this rank for "auto".
+    # Mamba's own code computes this rank for "auto".
     if options["dt_rank"] == "auto":
         options["dt_rank"] = math.ceil(width / 16)
     # Jamba's intermediate_size is that of its MLPs.
@@ -30,7 +31,9 @@ def mamba1_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
 
 
 def mamba2_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
-    """The arguments of `Mamba2Mixer` (`mamba2`, `bamba`, `falcon_h1`, `granitemoehybrid`, `nemotron_h`, `zamba2`)."""
+    """Reads the arguments of `Mamba2Mixer` (`mamba2`, `bamba`, `falcon_h1`, `granitemoehybrid`, `nemotron_h`,
+    `zamba2`), as
+    [`attention_options`][ejkernel_eqx.weights.attention_options] does for attention."""
     config = _read(config, layer_index, "Mamba2Mixer")
     if config["model_type"] == "falcon_h1":
         return _granite_mamba2(config) | _falcon_mamba2(config)
@@ -85,7 +88,8 @@ def _falcon_mamba2(config: Entries) -> dict[str, Any]:
 
 
 def gated_short_convolution_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
-    """The arguments of `GatedShortConvolution` (`lfm2`, `lfm2_moe`)."""
+    """Reads the arguments of `GatedShortConvolution` (`lfm2`, `lfm2_moe`), as [`attention_options`][ejkernel_eqx.weights.attention_options] does for
+    attention."""
     config = _read(config, layer_index, "GatedShortConvolution")
     return taken(config, "embed_dim=hidden_size conv_width=conv_L_cache") | _flags(
         config, "use_bias=conv_bias"
@@ -108,7 +112,8 @@ def _olmo_delta_net(config: Entries) -> dict[str, Any]:
 
 
 def gated_delta_net_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
-    """The arguments of `GatedDeltaNet` (`qwen3_next`, `qwen3_5_text`, `olmo_hybrid`)."""
+    """Reads the arguments of `GatedDeltaNet` (`qwen3_next`, `qwen3_5_text`, `olmo_hybrid`), as
+    [`attention_options`][ejkernel_eqx.weights.attention_options] does for attention."""
     config = _read(config, layer_index, "GatedDeltaNet")
     if config["model_type"] == "olmo_hybrid":
         config.check_divides("linear_num_key_heads", "linear_num_value_heads")
@@ -120,7 +125,8 @@ def gated_delta_net_options(config: Config, layer_index: int = 0) -> dict[str, A
 
 
 def lightning_attention_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
-    """The arguments of `LightningAttention` (`minimax`)."""
+    """Reads the arguments of `LightningAttention` (`minimax`), as [`attention_options`][ejkernel_eqx.weights.attention_options] does for
+    attention."""
     config = _read(config, layer_index, "LightningAttention")
     return {
         **taken(config, "embed_dim=hidden_size num_heads=num_attention_heads num_layers=num_hidden_layers"),
@@ -131,7 +137,8 @@ def lightning_attention_options(config: Config, layer_index: int = 0) -> dict[st
 
 
 def kimi_delta_attention_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
-    """The arguments of `KimiDeltaAttention` (`kimi_linear`)."""
+    """Reads the arguments of `KimiDeltaAttention` (`kimi_linear`), as [`attention_options`][ejkernel_eqx.weights.attention_options] does for
+    attention."""
     config = _read(config, layer_index, "KimiDeltaAttention")
     nested = config.inner("linear_attn_config")
     return {
@@ -143,7 +150,8 @@ def kimi_delta_attention_options(config: Config, layer_index: int = 0) -> dict[s
 
 
 def gated_linear_attention_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
-    """The arguments of `GatedLinearAttention` (flash-linear-attention's `gla`)."""
+    """Reads the arguments of `GatedLinearAttention` (flash-linear-attention's `gla`), as
+    [`attention_options`][ejkernel_eqx.weights.attention_options] does for attention."""
 
     def default(config: Entries, index: int) -> str:
         return "attention" if index in (config.inner("attn").get("layers") or ()) else _LINEAR
@@ -167,7 +175,7 @@ def _expanded(config: Entries, width: int, name: str = "expand") -> int:
 
 
 def _flags(config: Config, names: str) -> dict[str, bool]:
-    """The flags in `names`, as in `taken`; null is false."""
+    """The flags in `names`, as `taken` reads them. Null is false."""
     pairs = (name.partition("=") for name in names.split())
     return {argument: bool(config[entry or argument]) for argument, _, entry in pairs}
 
@@ -178,7 +186,8 @@ def _read(
     layer: str,
     default: Callable[[Entries, int], str] = default_type,
 ) -> Entries:
-    """The configuration of a model whose layer at this place is a recurrent one; `default` gives its type where none is listed."""
+    """The configuration of a model whose layer with this index is recurrent. `default` gives the type of a layer, if the configuration has no
+    list."""
     entries = read_model(config, layer)
     kind = layer_type(entries, layer_index, lambda index: default(entries, index))
     if entries["model_type"] != "falcon_h1":  # whose layers have attention and Mamba-2 each

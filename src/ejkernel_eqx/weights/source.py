@@ -1,4 +1,4 @@
-"""The sources of published arrays: a dictionary, or safetensors files, which are read one array at a time."""
+"""Sources of published arrays: dictionaries, and safetensors files, which are read one array at a time."""
 
 import abc
 import json
@@ -22,7 +22,7 @@ _SINGLE = "model.safetensors"
 
 
 class Source(abc.ABC):
-    """Arrays by name."""
+    """Published arrays by name."""
 
     label: str
     """How messages call it."""
@@ -39,11 +39,11 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def read(self, name: str) -> jax.Array | np.ndarray:
-        """Floats, also of a quantised weight."""
+        """The array as floats. A quantised weight becomes floats."""
         raise NotImplementedError
 
     def read_kept(self, name: str, dtype: Any) -> Any:
-        """The `QuantizedWeight` of a name in `kept`, of arrays of NumPy, which stands for numbers of `dtype`."""
+        """The `QuantizedWeight` of a name in `kept`, with NumPy arrays. `dtype` is the dtype of the floats that it represents."""
         raise NotImplementedError
 
 
@@ -89,7 +89,7 @@ class FileSource(Source):
     """Safetensors files, opened when something is read from them."""
 
     def __init__(self, label: str, files: Mapping[str, pathlib.Path]):
-        """`files`: where each array is; each file is opened once."""
+        """`files` has the file of each array. Each file is opened once."""
         self.label, self._files = label, files
         self.folder = next((path.parent for path in files.values()), pathlib.Path())
         self._opened: dict[pathlib.Path, Any] = {}
@@ -103,7 +103,7 @@ class FileSource(Source):
 
     def read(self, name: str) -> np.ndarray:
         path, kind = self._files[name], self.kind(name)
-        # BF16 does not begin with F; what is left are floats of 8 bits and less.
+        # BF16 does not begin with F. The rest are floats of 8 bits and less.
         if kind[0] == "F" and kind not in ("F64", "F32", "F16"):
             raise CheckpointError(
                 f"{str(path)!r} holds {name!r} as {kind}: numbers of 8 bits and less have scales of their own, which are not applied here. "
@@ -115,16 +115,16 @@ class FileSource(Source):
             raise _damaged(path, error) from error
 
     def kind(self, name: str) -> str:
-        """The dtype, as safetensors calls it."""
+        """The dtype, by its name in safetensors."""
         return self._slice(name).get_dtype()
 
     def bits(self, name: str) -> np.ndarray:
-        """Integers as they are, floats as unsigned integers of their bits."""
+        """Integers unchanged, floats as unsigned integers with their bits."""
         kind, path = self.kind(name), self._files[name]
         if not kind.startswith("F8"):
             found = self.read(name)
             return found if found.dtype.kind in "iu" else found.view(f"u{found.dtype.itemsize}")
-        # NumPy has no such dtypes, so that these are read past the reader of safetensors, which has checked the header.
+        # NumPy has no such dtypes, so safetensors cannot read them for NumPy. It has checked the header, and the bytes are read here.
         with path.open("rb") as file:
             if path not in self._headers:
                 size = int.from_bytes(file.read(8), "little")
@@ -168,7 +168,7 @@ def _damaged(path: pathlib.Path, error: Exception) -> CheckpointError:
 
 
 def open_source(state_dict: Any) -> Source:
-    """A mapping of arrays, a `.safetensors` file, the index of a sharded one, or a folder that holds either."""
+    """Opens a mapping of arrays, a `.safetensors` file, an index of several, or a folder with either."""
     if isinstance(state_dict, Mapping):
         return ArraySource(state_dict)
     if not isinstance(state_dict, str | os.PathLike):
@@ -186,8 +186,8 @@ def open_source(state_dict: Any) -> Source:
 
 
 def _in_folder(folder: pathlib.Path) -> pathlib.Path:
-    """The one file that says all."""
-    # The standard names go first, as a folder may hold other weights beside them.
+    """The file or index of a folder that has all weights."""
+    # The standard names come first: a folder may also have other weights.
     for name in (_SINGLE, _INDEX):
         if (folder / name).is_file():
             return folder / name
@@ -202,7 +202,7 @@ def _in_folder(folder: pathlib.Path) -> pathlib.Path:
 
 
 def read_json(path: pathlib.Path, most_bytes: int) -> Any:
-    """The content of a file of JSON, which is not read if it is larger."""
+    """The content of a JSON file. A larger file than allowed is not read."""
     try:
         # The size is checked before reading, so that a wrong path cannot fill the memory.
         if path.stat().st_size > most_bytes:
@@ -221,7 +221,7 @@ def read_json(path: pathlib.Path, most_bytes: int) -> Any:
 
 
 def of_file(path: pathlib.Path, read: Callable[[Any], Any], content: Any) -> Any:
-    """Names the file in errors of the function that reads it."""
+    """Calls a function that reads a file. Its errors then name the file."""
     try:
         return read(content)
     except CheckpointError as error:
@@ -238,7 +238,7 @@ def _sharded(index: pathlib.Path) -> Source:
             f"{str(index)!r} is not the index of a sharded safetensors checkpoint: it has no table 'weight_map' of names and files. Download it "
             "again."
         )
-    # An index is not trusted: its entries must not reach files outside of its folder.
+    # An index is not trusted: its entries must not name files outside of its folder.
     for name, file in files.items():
         if not _is_beside(file):
             raise CheckpointError(
@@ -249,7 +249,7 @@ def _sharded(index: pathlib.Path) -> Source:
 
 
 def _is_beside(file: Any) -> bool:
-    """Returns whether this is a bare file name on every system. What the file links to is not looked at: caches of downloads link elsewhere."""
+    """Returns whether this is a bare file name on every system. Links are followed, since caches of downloads consist of links."""
     is_name = isinstance(file, str) and 0 < len(file) <= 255 and "\0" not in file
-    # Windows paths know both separators and drives, so theirs is the stricter test.
+    # Windows paths have both separators and drives, so a test of them is the stricter one.
     return is_name and file != ".." and pathlib.PureWindowsPath(file).name == file

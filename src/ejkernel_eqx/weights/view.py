@@ -1,4 +1,4 @@
-"""A view of published arrays under a prefix, which notes what has been read."""
+"""A view of the published arrays under a prefix. It records which were read."""
 
 import difflib
 import fnmatch
@@ -33,12 +33,12 @@ class Ledger:
 
 
 class Weights:
-    """Published arrays by name, seen from a layer: names are relative to `prefix`.
+    """Published arrays by name, as a layer reads them. Names are relative to `prefix`.
 
-    A module whose published names differ from its fields has a method `_published(self, weights)`. The method takes
-    what it needs and returns the filled module.
+    If the published names of a module differ from those of its fields, the module has a method `_published(self, weights)`. It gets a `Weights`,
+    takes arrays from it, and returns the filled module.
 
-    - `prefix`: what stands before the names, empty or with a dot at the end.
+    - `prefix`: the beginning of all names, empty or with a dot at the end.
     - `unit_offset_norms`: whether RMS norms are published as `weight - 1` (Gemma, Qwen3-Next).
     """
 
@@ -57,16 +57,16 @@ class Weights:
         unit_offset_norms: bool = False,
         dequantise: bool | Sequence[str] = False,
     ) -> "Weights":
-        """Arguments as for [`ejkernel_eqx.load_published`][]."""
+        """Opens published arrays. The arguments are those of [`ejkernel_eqx.load_published`][]."""
         prefix = f"{prefix.removesuffix('.')}." if prefix else ""
         return cls(Ledger(opened(state_dict, dequantise), prefix), prefix, unit_offset_norms)
 
     def at(self, name: str) -> "Weights":
-        """The arrays whose names begin with `name` and a dot."""
+        """A view of the arrays whose names begin with `name` and a dot."""
         return type(self)(self._ledger, f"{self.prefix}{name}.", self.unit_offset_norms)
 
     def beside(self, name: str) -> "Weights":
-        """Those of a module beside this one."""
+        """A view of the arrays of a module beside this one."""
         above = self.prefix.removesuffix(".").rpartition(".")[0]
         return type(self)(self._ledger, f"{above}.{name}." if above else f"{name}.", self.unit_offset_norms)
 
@@ -74,7 +74,7 @@ class Weights:
         return self.prefix + name in self._ledger.names
 
     def names(self) -> list[str]:
-        """All below the prefix, relative to it."""
+        """All names under the prefix, relative to it."""
         start = len(self.prefix)
         return [name[start:] for name in self._ledger.names if name.startswith(self.prefix)]
 
@@ -82,8 +82,10 @@ class Weights:
         return self._ledger.source.shape(self.prefix + name)
 
     def take(self, name: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        """The array of exactly this shape, as `dtype`. A missing array is noted for `check` to name, and zeros stand
-        for it. An array of another shape, or not of floats, is refused."""
+        """Takes a float array of exactly this shape, and casts it to `dtype`. If it is missing, the result is zeros, and `check` names it later.
+
+        **Raises:** `CheckpointError` for an array of another shape, or one that does not hold floats.
+        """
         full = self.prefix + name
         if full not in self._ledger.names:
             self._note_missing(full, math.prod(shape))
@@ -97,11 +99,12 @@ class Weights:
         self._ledger.used.add(full)
         if isinstance(value, jax.Array):
             return value.astype(dtype)
-        # Cast by the host, so that the device never holds it twice; and copied, since the caller may change its own array later.
+        # The host casts, so that the device never holds the array twice. It also copies, since the caller may change its own array later.
         return jnp.array(np.asarray(value).astype(dtype), dtype)
 
     def take_matrix(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """`take` of a matrix, or several, of a layer that also computes with a `QuantizedWeight`: of a quantised checkpoint it is one."""
+        """Takes one or several matrices, for a layer that computes with a `QuantizedWeight` as well. If the checkpoint is quantised, it returns
+        one."""
         source, full = self._ledger.source, self.prefix + name
         if full not in source.kept:
             return self.take(name, shape, dtype)
@@ -115,19 +118,19 @@ class Weights:
             raise CheckpointError(self._shape_differs(full, tuple(shape), found))
 
     def take_norm(self, name: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        """The weight of an RMS norm: `take`, and one added to it where the norms are published so. The sum is in float32 at least."""
+        """Takes the weight of an RMS norm. If norms are published as `weight - 1`, one is added, in float32 or wider."""
         if not self.unit_offset_norms:
             return self.take(name, shape, dtype)
         return (1 + self.take(name, shape, accumulator(dtype))).astype(dtype)
 
     def skip(self, *patterns: str) -> None:
-        """Names below the prefix that are known and not needed, as patterns of `fnmatch`: buffers."""
+        """Marks names under the prefix as not needed, such as buffers. Names are patterns of `fnmatch`."""
         for name in self.names():
             if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
                 self._ledger.used.add(self.prefix + name)
 
     def check(self) -> None:
-        """Raise `CheckpointError` if anything was missing, or is left over, in all views of the source."""
+        """Raises `CheckpointError` if an array was missing or was not taken, in any view of the source."""
         prefix, used = self._ledger.prefix, self._ledger.used
         unused = [name for name in self._ledger.names if name.startswith(prefix) and name not in used]
         if self._ledger.missing or unused:
@@ -136,7 +139,7 @@ class Weights:
     def _note_missing(self, full: str, size: int) -> None:
         missing, prefix = self._ledger.missing, self._ledger.prefix
         missing.append(full)
-        # A wrong prefix misses everything: no need to make a model of zeros for that, or a large array.
+        # With a wrong prefix everything is missing. Raising early avoids a model of zeros, or one large array.
         is_wrong_prefix = not any(name.startswith(prefix) for name in self._ledger.names)
         if len(missing) > _SHOWN or size > _MOST_ZEROS or is_wrong_prefix:
             raise CheckpointError(self._differs(missing, []))
@@ -154,7 +157,7 @@ class Weights:
         )
 
     def _near(self, missing: str) -> str:
-        """A name that may be meant: the most similar of those that are left over."""
+        """The most similar name among those that were not taken."""
         left = [name for name in self._ledger.names if name not in self._ledger.used]
         near = difflib.get_close_matches(missing, left, n=1, cutoff=0.7)
         return f" (similar: {near[0]!r})" if near else ""

@@ -48,6 +48,7 @@ def test_agrees_with_the_formula(name, platform):
     assert_close(dx, np.asarray(dout, np.float64) @ weight_numbers(w), dtype, "gradient")
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", GROUPS)
 def test_groups_agree_with_the_formula(name, platform):
     """Rows past the last group are 0, even of NaN, and so are their gradients."""
@@ -144,6 +145,7 @@ def test_a_mesh_splits_rows_and_blocks_of_the_weight():
     assert_close(jax.jit(op)(put(x, "rows"), split, sizes), op(x, w, sizes), "float32")
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("platform", ["xla", INTERPRET])
 @pytest.mark.parametrize(
     "flags", [{}, {"block": "1x128"}, {"block": "1x0", "x_scale": True}, {"block": "0x0"}], ids=str

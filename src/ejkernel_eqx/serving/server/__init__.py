@@ -1,4 +1,4 @@
-"""An HTTP server of one engine, in OpenAI's form. Needs the extra `server`."""
+"""An HTTP server for one engine, with OpenAI's interface. It needs the extra `server`."""
 
 from .app import make_app as make_app
 from .app import run as run

@@ -1,4 +1,4 @@
-"""The application: `/v1/models`, `/v1/completions` and `/v1/chat/completions`."""
+"""The ASGI application: `/v1/models`, `/v1/completions` and `/v1/chat/completions`."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ from ..._errors import require
 from ...models import Sampling
 from ..engine import Engine
 from ..requests import read_integer, RequestError
-from ..text import ChatTemplate, TextStream, Tokenizer
+from ..text import ByteTokenizer, ChatTemplate, TextStream, Tokenizer
 from .worker import Worker
 
 _WHO = "ejkernel_eqx.serving.server"
@@ -32,7 +32,7 @@ _ONLY |= {
 
 
 class _Error(Exception):
-    """An answer in OpenAI's form of errors."""
+    """An error, as an answer in OpenAI's form."""
 
     def __init__(self, message: str, status: int = 400, code: str | None = None):
         kind = "invalid_request_error" if status < 500 else "server_error"
@@ -44,7 +44,7 @@ class _Error(Exception):
 
 @dataclasses.dataclass
 class _Call:
-    """A request of a client, and what was generated for it."""
+    """A request of a client, and the text that was generated for it."""
 
     chat: bool
     model: str
@@ -75,7 +75,12 @@ class _Call:
 
 class _Server:
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, template: ChatTemplate | None, name: str, most: int
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer | ByteTokenizer,
+        template: ChatTemplate | None,
+        name: str,
+        most: int,
     ):
         self.worker, self.tokenizer, self.template, self.name = Worker(engine), tokenizer, template, name
         self.engine, self.most_requests, self.started = engine, most, int(time.time())
@@ -100,7 +105,7 @@ class _Server:
         return responses.StreamingResponse(_events(call, first, pieces), media_type="text/event-stream")
 
     def read(self, body: dict[str, Any], chat: bool) -> _Call:
-        """A checked call, with its prompt as tokens."""
+        """Checks a request, and converts its prompt to tokens."""
         if body.setdefault("model", self.name) != self.name:
             raise _Error(f"model: expected {self.name!r}, received {body['model']!r}", 404, "model_not_found")
         for name, known in _ONLY.items():
@@ -179,7 +184,7 @@ async def _json_of(request: Any) -> dict[str, Any]:
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """A message whose content is one text."""
+    """A message whose content is one string."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise _Error("messages: expected objects with a role and a content.")
     content = message.get("content")
@@ -235,20 +240,21 @@ def _refuse(request: Any, error: Any) -> Any:
 
 def make_app(
     engine: Engine,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | ByteTokenizer,
     template: ChatTemplate | None = None,
     *,
     name: str = "model",
     max_requests: int = 1024,
 ) -> Any:
-    """An ASGI application that serves an engine, which nobody else may call meanwhile.
+    """Makes an ASGI application that serves an engine. Nothing else may call the engine while it runs.
 
     **Arguments:**
 
-    - `engine`, `tokenizer`: the model and its tokenizer.
-    - `template`: its chat template; without one, `/v1/chat/completions` is refused.
-    - `name`: the name of the model, which requests carry.
-    - `max_requests`: the number of requests at once, waiting ones included; more are refused with status 429.
+    - `engine`: an `ejx.serving.Engine`.
+    - `tokenizer`: the tokenizer of its model.
+    - `template`: the chat template of its model. Without one, `/v1/chat/completions` is refused.
+    - `name`: the name of the model in requests and answers.
+    - `max_requests`: the maximum number of requests at once, waiting ones included. Further ones are refused with status 429.
     """
     server = _Server(engine, tokenizer, template, name, max_requests)
     post = lambda path: routing.Route(f"/v1/{path}", server.completions, methods=["POST"])
@@ -259,5 +265,5 @@ def make_app(
 
 
 def run(app: Any, host: str = "127.0.0.1", port: int = 8000) -> None:
-    """Serves an application until it is interrupted."""
+    """Serves an application with uvicorn until it is interrupted."""
     require("uvicorn", _WHO, "server").run(app, host=host, port=port, log_level="warning")

@@ -1,4 +1,4 @@
-"""An engine in a thread of its own, and requests from an event loop."""
+"""`Worker`: runs an engine in a thread of its own, for requests from an event loop."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ class Worker:
 
     **Arguments:**
 
-    - `engine`: nobody else may call it while the thread runs.
+    - `engine`: an `ejx.serving.Engine`. Nothing else may call it while the thread runs.
     """
 
     def __init__(self, engine: Engine):
@@ -115,7 +115,7 @@ class Worker:
         self._outputs.clear()
 
     def _send(self, events: list[tuple[Any, Any]]) -> None:
-        """Hands events to the loop, all at once."""
+        """Passes events to the loop, all in one call."""
 
         def put() -> None:
             for output, event in events:

@@ -1,4 +1,4 @@
-"""Chat templates of published models, rendered as data of strangers: in a sandbox, with bounded work and output."""
+"""Chat templates of published models. They are not trusted, so they are rendered in a sandbox, with limits on work and output."""
 
 import datetime
 import json
@@ -33,11 +33,11 @@ _FAILURES += (RecursionError, MemoryError, SyntaxError)
 
 
 class ChatTemplateError(ValueError):
-    """A chat template that cannot be read, or that refuses these messages."""
+    """A chat template cannot be read, or it refuses these messages."""
 
 
 class _Generation(ext.Extension):
-    """`{% generation %}`, which marks what the model has written, and changes nothing here."""
+    """The tag `{% generation %}`, which marks text of the model. It changes nothing here."""
 
     tags = frozenset(["generation"])
 
@@ -47,7 +47,7 @@ class _Generation(ext.Extension):
 
 
 class _Counting(visitor.NodeTransformer):
-    """Hands what is iterated, compared, filtered or built to `_Sandbox`, which counts it."""
+    """Compiles templates such that `_Sandbox` counts everything that is iterated, compared, filtered or built."""
 
     def visit(self, node: Any) -> Any:
         call = lambda name, *values: nodes.Call(nodes.EnvironmentAttribute(name), [*values], [], None, None)
@@ -91,7 +91,7 @@ class _Sandbox(sandbox.ImmutableSandboxedEnvironment):
             raise ChatTemplateError("chat_template: it does too much work; check its loops.")
 
     def sized(self, value: Any) -> Any:
-        """The value, whose size is counted."""
+        """Counts the size of a value, and returns the value."""
         self.spend(1 + (len(value) // 64 if isinstance(value, str) else 0))
         if isinstance(value, Collection) and not isinstance(value, str):
             for part in value.items() if isinstance(value, Mapping) else value:
@@ -153,7 +153,7 @@ class _Sandbox(sandbox.ImmutableSandboxedEnvironment):
 
 
 def _json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """JSON as published templates expect it: nothing escaped for HTML."""
+    """JSON as published templates expect it, without escapes for HTML."""
     options = {name: options.get(name) for name in ("separators", "sort_keys")}
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent and min(indent, 16), **options)
 
@@ -167,15 +167,15 @@ def _strftime_now(form: str) -> str:
 
 
 class ChatTemplate:
-    """Renders messages as the prompt of a chat model, as its published template says.
+    """Renders messages as the prompt of a chat model, by its published template.
 
-    The template is a program in Jinja by whoever published the model. It runs in an immutable sandbox, without a loader, and its work, output and
-    source are bounded.
+    The template is a Jinja program, written by whoever published the model. It runs in an immutable sandbox without a loader. There are limits on the
+    length of its source, on its work and on its output.
 
     **Arguments:**
 
-    - `source`: the template.
-    - `variables`: further variables, such as `bos_token`.
+    - `source`: the text of the template.
+    - `variables`: further variables that the template reads, such as `bos_token`.
 
     **Raises:** `ChatTemplateError` for a template that is too long or has a mistake.
     """
@@ -195,7 +195,7 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: str | os.PathLike[str]) -> "ChatTemplate | None":
-        """The template of a published model: `chat_template.jinja`, or that in `tokenizer_config.json`; `None` if it has none."""
+        """Reads the template of a published model from `chat_template.jinja`, or from `tokenizer_config.json`. `None` if there is none."""
         names = ("tokenizer_config.json", "chat_template.jinja")
         path, alone = (pathlib.Path(folder) / name for name in names)
         try:
@@ -214,9 +214,16 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """The prompt for messages with `role` and `content`; `variables` are what else the template reads, such as `tools`.
+        """Renders the prompt for messages.
 
-        **Raises:** `ChatTemplateError` if the template refuses the messages, or exceeds its bounds.
+        **Arguments:**
+
+        - `messages`: dictionaries with `role` and `content`.
+        - `variables`: further variables that the template reads, such as `tools`.
+
+        **Returns:** the text of the prompt.
+
+        **Raises:** `ChatTemplateError` if the template refuses the messages or exceeds its limits.
         """
         variables = self._variables | variables
         variables |= {"messages": messages, "add_generation_prompt": add_generation_prompt}

@@ -1,4 +1,4 @@
-"""`TextModel`: a published model that takes and gives strings."""
+"""`TextModel`: a published model that takes and returns strings."""
 
 import os
 import pathlib
@@ -7,7 +7,7 @@ from typing import Any
 
 from ...models import Decoder, from_pretrained, generate, Sampling, stream
 from .chat import ChatTemplate
-from .tokenizer import TextStream, Tokenizer
+from .tokenizer import ByteTokenizer, TextStream, Tokenizer
 
 
 class TextModel:
@@ -23,26 +23,30 @@ class TextModel:
     **Arguments:**
 
     - `model`: a [`Decoder`][ejkernel_eqx.models.Decoder].
-    - `tokenizer`: of the model.
-    - `template`: of the model, for `chat`.
+    - `tokenizer`: the tokenizer of the model.
+    - `template`: the chat template of the model. `chat` needs it.
     """
 
-    def __init__(self, model: Decoder, tokenizer: Tokenizer, template: ChatTemplate | None = None):
+    def __init__(
+        self, model: Decoder, tokenizer: Tokenizer | ByteTokenizer, template: ChatTemplate | None = None
+    ):
         self.model, self.tokenizer, self.template = model, tokenizer, template
 
     @classmethod
     def from_folder(cls, folder: str | os.PathLike[str], **options: Any) -> "TextModel":
-        """The model of a folder with `config.json`, safetensors and `tokenizer.json`. `options` are those of
+        """Reads a model from a folder with `config.json`, safetensors and `tokenizer.json`. The options are those of
         [`from_pretrained`][ejkernel_eqx.models.from_pretrained]."""
         path = pathlib.Path(folder).expanduser()
-        # The small files first: a folder without them costs no time.
+        # The small files are read first, so that an error for a missing one comes at once.
         tokenizer, template = Tokenizer(path / "tokenizer.json"), ChatTemplate.from_folder(path)
         return cls(from_pretrained(path, **options), tokenizer, template)
 
     def generate(
         self, texts: Sequence[str], *, max_new_tokens: int = 256, sampling: Sampling | None = None
     ) -> list[str]:
-        """What follows each of the texts, without the texts. Special tokens are left out.
+        """Continues texts. The options are those of [`generate`][ejkernel_eqx.models.generate].
+
+        **Returns:** the new text of each, without special tokens.
 
         **Raises:** `ValueError` for a text without tokens, and as [`generate`][ejkernel_eqx.models.generate].
         """
@@ -56,7 +60,7 @@ class TextModel:
     def stream(
         self, text: str, *, max_new_tokens: int = 256, sampling: Sampling | None = None
     ) -> Iterator[str]:
-        """What follows a text, piece by piece. No piece ends within a character."""
+        """Continues a text, and yields the new text piece by piece. No piece ends within a character."""
         return self._pieces(self.tokenizer.encode(text), max_new_tokens, sampling)
 
     def chat(
@@ -66,7 +70,7 @@ class TextModel:
         max_new_tokens: int = 1024,
         sampling: Sampling | None = None,
     ) -> Iterator[str]:
-        """The answer to messages with `role` and `content`, piece by piece.
+        """Answers messages with `role` and `content`, and yields the answer piece by piece.
 
         **Raises:** `ValueError` for a model without a chat template; `ChatTemplateError` where the template refuses the messages.
         """

@@ -1,4 +1,4 @@
-"""Conversion between text and tokens by a `tokenizer.json`, whole or as tokens are generated."""
+"""`Tokenizer`, `ByteTokenizer` and `TextStream`: convert between text and tokens."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -16,7 +16,9 @@ _MOST_PENDING = 16
 class Tokenizer:
     """The tokenizer of a published model.
 
-    **Arguments:** `path`: its `tokenizer.json`.
+    **Arguments:**
+
+    - `path`: the path of its `tokenizer.json`.
 
     **Raises:** `ValueError` if the file cannot be read or is no tokenizer.
     """
@@ -31,32 +33,51 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """The number of tokens, added ones included."""
+        """The size of the vocabulary, added tokens included."""
         return self._tokenizer.get_vocab_size()
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """The tokens of a text; with `special`, between those that the tokenizer puts around a text, if any."""
+        """The tokens of a text. With `special`, the tokenizer adds its special tokens before and after them, if it has any."""
         return self._tokenizer.encode(text, add_special_tokens=special).ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without special ones. Bytes that are no character become U+FFFD."""
+        """The text of tokens, without special tokens. Bytes that are no character become U+FFFD."""
         return self._tokenizer.decode(list(tokens))
 
     def stream(self, prompt: Sequence[int] = (), stop: Sequence[str] = ()) -> "TextStream":
-        """The text of tokens that are generated one after the other behind a prompt, up to the first stop string."""
+        """A `TextStream` for tokens that are generated after a prompt, up to the first stop string."""
+        return TextStream(self.decode, prompt, stop)
+
+
+class ByteTokenizer:
+    """A tokenizer for models of bytes, with the methods of [`Tokenizer`][ejkernel_eqx.serving.text.Tokenizer]. The tokens of a text are the bytes of
+    its UTF-8 encoding, 0 to 255. Tokens from 256 on are special: they have no text."""
+
+    vocab_size: int = 256
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """The bytes of a text. There are no special tokens to add."""
+        return list(text.encode(errors="replace"))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens. Bytes that are no character become U+FFFD."""
+        return bytes([token for token in tokens if token < 256]).decode(errors="replace")
+
+    def stream(self, prompt: Sequence[int] = (), stop: Sequence[str] = ()) -> "TextStream":
+        """A `TextStream` for tokens that are generated after a prompt, up to the first stop string."""
         return TextStream(self.decode, prompt, stop)
 
 
 class TextStream:
-    """Text of tokens as they come. No piece ends within a character or within what may become a stop string.
+    """Converts tokens to text while they are generated. No piece ends within a character, or within the beginning of a stop string.
 
-    The text ends before the stop string that is complete first. The pieces together do not depend on how the text is divided into tokens.
+    The text ends before the stop string that is complete first. The whole text does not depend on how it is divided into tokens.
 
     **Arguments:**
 
-    - `decode`: the text of tokens, with U+FFFD for incomplete characters.
-    - `prompt`: the tokens before.
-    - `stop`: stop strings, not empty.
+    - `decode`: a function from tokens to text, with U+FFFD for incomplete characters.
+    - `prompt`: the tokens before the text.
+    - `stop`: the stop strings; none of them is empty.
     """
 
     stopped: bool
@@ -74,7 +95,7 @@ class TextStream:
         self._context, self._shown = len(self._tokens), len(decode(self._tokens).rstrip("\ufffd"))
 
     def push(self, token: int) -> str:
-        """Adds a token and returns the text that is certain now, which may be empty."""
+        """Adds a token. Returns the text that is certain now, which may be empty."""
         if self.stopped:
             return ""
         self._tokens.append(token)
@@ -83,13 +104,13 @@ class TextStream:
         certain = text.rstrip("\ufffd") if len(self._tokens) <= self._context + _MOST_PENDING else text
         piece, self._shown = certain[self._shown :], max(self._shown, len(certain))
         if certain == text:
-            # All are shown, and the next are decoded behind the latest of them.
+            # The text of all tokens was returned. The next tokens are decoded after the last of these.
             del self._tokens[: self._context]
             self._context, self._shown = len(self._tokens), len(self._decode(self._tokens))
         return self._before_stop(piece)
 
     def end(self) -> str:
-        """The rest of the text, if no token follows."""
+        """The rest of the text, after the last token."""
         if self.stopped:
             return ""
         text = self._before_stop(self._decode(self._tokens)[self._shown :])

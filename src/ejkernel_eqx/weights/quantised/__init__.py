@@ -1,1 +1,1 @@
-"""Published weights of 8 and 4 bits: each form is repacked into the values of this package, which is exact."""
+"""Published weights of 8 and 4 bits. Each form is repacked into a `QuantizedWeight`, which is exact."""

@@ -52,6 +52,6 @@ class Awq(Form):
 
 
 def _in_order(words: np.ndarray) -> np.ndarray:
-    """The numbers `[out, n]` of words `[n, out / 8]`."""
+    """Unpacks words `[n, out / 8]` to numbers `[out, n]`."""
     numbers = numbers_of(words, 4).reshape(*words.shape, 8)[..., _PLACES]
     return np.ascontiguousarray(numbers.reshape(words.shape[0], -1).T)

@@ -7,9 +7,9 @@ r"""Forms of compressed-tensors (`quant_method` `compressed-tensors`), as LLM Co
 | `float-quantized` | $q\, s$ | `weight` float8 `[out, in]` |
 | `nvfp4-pack-quantized` | $q\, s / t$ | `weight_packed` uint8 `[out, in / 2]`, E2M1; `weight_global_scale` $t$; float8 scales |
 
-Scales are `weight_scale`: `[1]`, `[out, 1]`, `[out, in / group_size]` or `[out / rows, in / columns]`, by the `strategy`. Packed integers are
-$q + 2^{bits - 1}$, successive inputs from the low bits on. So are zero points, int32 `[out * bits / 32, groups]`, of successive outputs. The factor
-$1 / t$ alone is rounded, to float32. Source: the compressors and `QuantizationArgs` of vllm-project/compressed-tensors.
+The scales `weight_scale` have the shape `[1]`, `[out, 1]`, `[out, in / group_size]` or `[out / rows, in / columns]`, by the `strategy`. Packed
+integers are $q + 2^{bits - 1}$, with successive inputs from the low bits on. Zero points are packed likewise, int32 `[out * bits / 32, groups]`, with
+successive outputs. Only the factor $1 / t$ is rounded, to float32. Source: the compressors and `QuantizationArgs` of vllm-project/compressed-tensors.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ _WEIGHTS = """num_bits type symmetric strategy group_size block_structure dynami
 
 
 class _Kind(NamedTuple):
-    """A format: the type and the bits of its numbers, their array, its dtype, and the dtypes of the scales."""
+    """A format: the type and bits of its numbers, the name and dtype of their array, and the dtypes of the scales."""
 
     type: str
     bits: tuple[int, ...]
@@ -46,7 +46,7 @@ _FORMATS = {
 
 
 class _Group(NamedTuple):
-    """How modules are quantised; `bits`: of a number in its array."""
+    """How a group of modules is quantised. `bits` is the size of a number in its array."""
 
     kind: _Kind
     bits: int
@@ -70,7 +70,7 @@ class Compressed(Form):
                 raise entries.wrong(name, "null", "convert the model to bfloat16, as this is not read")
         inner, default = entries.inner("config_groups"), entries.get("format")
         rules = [rule for name in inner for rule in _rules(inner.inner(name), default)]
-        # Those that name modules go before those that name classes.
+        # Rules that name modules come before rules that name classes.
         self._rules = sorted(rules, key=lambda rule: rule[0].pattern == "")
         self._ignored = [_matcher(text) for text in entries.get("ignore") or ()]
 
@@ -116,12 +116,12 @@ class Compressed(Form):
 
 
 def _matcher(text: str) -> re.Pattern[str]:
-    """Names are whole; behind `re:` there is a regular expression for their beginning."""
+    """A test for names. A pattern is a whole name, or a regular expression after `re:`, which must match the beginning of a name."""
     return parts.pattern_of(text[3:]) if text.startswith("re:") else re.compile(f"{re.escape(text)}$")
 
 
 def _rules(entries: Entries, default: Any) -> list[tuple[re.Pattern[str], _Group]]:
-    """The patterns of modules that are quantised in one way; a class of modules has an empty one."""
+    """The patterns of modules that are quantised in the same way. A class of modules is an empty pattern."""
     check_known(entries, _GROUP)
     weights = entries.inner("weights")
     check_known(weights, _WEIGHTS)

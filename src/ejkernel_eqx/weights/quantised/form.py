@@ -1,4 +1,4 @@
-"""The parts that the readers of all published quantised forms share."""
+"""What the readers of all quantised forms share."""
 
 import abc
 import fnmatch
@@ -26,7 +26,7 @@ Block = tuple[int, int]
 
 
 class Held:
-    """The arrays of one quantised module, by the ends of their names."""
+    """The arrays of one quantised module, by the last parts of their names."""
 
     def __init__(self, source: FileSource, names: Mapping[str, Any], module: str):
         self.source, self.module, self._names = source, module, names
@@ -35,7 +35,7 @@ class Held:
         return self.module + end in self._names
 
     def shape(self, end: str, kinds: tuple[str, ...], expected: Any = None) -> tuple[int, ...]:
-        """The shape of an array that has to be there, in one of these dtypes; in the one expected, ones may be left out."""
+        """The shape of an array, which must be there with one of these dtypes. It may lack axes of size 1 of the expected shape."""
         name = self.module + end
         if not self.has(end):
             raise CheckpointError(
@@ -56,22 +56,22 @@ class Held:
         return shape[0], shape[1]
 
     def read(self, end: str) -> np.ndarray:
-        """Integers as they are, floats as unsigned integers of their bits."""
+        """Integers unchanged, floats as unsigned integers with their bits."""
         return self.source.bits(self.module + end)
 
     def dtype(self, end: str) -> str:
-        """The dtype of floats."""
+        """The dtype of a float array."""
         return DTYPES[self.source.kind(self.module + end)]
 
     def group(self, end: str, columns: int, size: int) -> int:
-        """Inputs that share a scale; -1 says all."""
+        """The number of inputs that share a scale. In the configuration, -1 stands for all."""
         size = columns if size == -1 else size
         if columns % size:
             raise self.wrong(end, f"inputs in groups of {size} (group_size)", f"{columns} inputs")
         return size
 
     def groups(self, end: str, columns: int, size: int) -> np.ndarray | None:
-        """The group of each input; `None` if they are in order."""
+        """The index of the group of each input; `None` if the groups are in order."""
         if not self.has(end):
             return None
         self.shape(end, ("I32", "I64"), (columns,))
@@ -83,7 +83,7 @@ class Held:
     def scales(
         self, end: str, kinds: tuple[str, ...], shape: tuple[int, int], block: Block
     ) -> tuple[int, int]:
-        """The shape that scales of a weight have to have, and have."""
+        """The shape of the scales of a weight, after a check."""
         if block[0] == 1:
             self.group(end, shape[1], block[1] or -1)
         sizes = QuantFormat("int8", block).blocks(*shape)
@@ -95,10 +95,10 @@ class Held:
 
 
 class Layout(NamedTuple):
-    """A weight whose arrays fit together.
+    """A weight whose arrays were checked to fit together.
 
     - `sizes`: the shape of its scales.
-    - `groups`: those of its inputs, where they are out of order.
+    - `groups`: the group of each input, if the groups are not in order.
     """
 
     shape: tuple[int, ...]
@@ -109,13 +109,13 @@ class Layout(NamedTuple):
 
     @property
     def only_floats(self) -> str:
-        """Why no `QuantizedWeight` holds it, if none does."""
+        """The reason why no `QuantizedWeight` can hold the weight, if there is one."""
         has_no_room = self.has_zeros and not self.format.zeros
         return _OUT_OF_ORDER if self.groups is not None else _ZERO_POINTS if has_no_room else ""
 
 
 class Form(abc.ABC):
-    """A published form of quantised weights. A module is known by an array whose name ends with one of `marker`."""
+    """A published form of quantised weights. A module is quantised if one of its arrays has a name that ends with one of `marker`."""
 
     marker: tuple[str, ...]
     others: tuple[str, ...]
@@ -131,19 +131,19 @@ class Form(abc.ABC):
 
     @abc.abstractmethod
     def layout(self, held: Held) -> Layout:
-        """Raise `CheckpointError` unless dtypes and shapes fit together. Weights are not read."""
+        """Checks that dtypes and shapes fit together, else raises `CheckpointError`. Weights are not read."""
 
     @abc.abstractmethod
     def arrays(self, held: Held, layout: Layout) -> tuple[Any, ...]:
-        """Codes, scales, zero points and the scale of the tensor of a `QuantizedWeight`. Codes of integers and zero points are uint8 from 0 on;
-        default zero points are half of their range."""
+        """The codes, scales, zero points and tensor scale of a `QuantizedWeight`. Codes of integers and zero points are uint8, from 0 on. The
+        default zero point is the middle of their range."""
 
     def is_not_converted(self, module: str) -> bool:
-        """Names stand for modules, whole names or a part between dots, in which `*` stands for anything."""
+        """Returns whether a module is excluded. Patterns match whole names, or a part of a name between dots. `*` matches anything."""
         return any(fnmatch.fnmatchcase(f".{module}.", f"*.{name}.*") for name in self.not_converted)
 
     def read(self, held: Held, dtype: Any) -> QuantizedWeight | np.ndarray:
-        """The weight of arrays of NumPy; floats where no `QuantizedWeight` holds it."""
+        """The weight as a `QuantizedWeight` with NumPy arrays; as floats if no `QuantizedWeight` can hold it."""
         layout = self.layout(held)
         codes, scales, zeros, factor = self.arrays(held, layout)
         scales, form = scales.reshape(layout.sizes), layout.format
@@ -160,12 +160,12 @@ class Form(abc.ABC):
 
 
 def integers(bits: int, block: Block, scale: str, has_zeros: bool) -> QuantFormat:
-    """A format of integers, which has zero points if it can."""
+    """A format of integers, with zero points if there are such formats."""
     return QuantFormat("uint4" if bits == 4 else "int8", block, scale, has_zeros and bits == 4)
 
 
 def check_known(entries: Entries, names: str) -> None:
-    """Refuse entries that may change the numbers, since no reader here knows them."""
+    """Refuses entries of the configuration that may change the numbers and that no reader here knows."""
     unknown = sorted(set(entries.known()) - set(names.split()))
     if unknown:
         remedy = "remove it from the config.json if it does not change the weights"
@@ -182,7 +182,7 @@ def check_entry(entries: Entries, name: str, *allowed: Any, default: Any = None)
 
 
 def pattern_of(text: str) -> re.Pattern[str]:
-    """A regular expression from a file, refused if matching it could take long."""
+    """Compiles a regular expression from a file. One that could take long to match is refused."""
     try:
         if len(re.findall(r"[*+{]", text)) <= _MOST_REPEATS and not re.search(r"\)[*+?{]", text):
             return re.compile(text)
@@ -195,7 +195,7 @@ def pattern_of(text: str) -> re.Pattern[str]:
 
 
 def numbers_of(words: np.ndarray, bits: int) -> np.ndarray:
-    """The numbers of 4 or 8 bits in integers, low ones first, along the last axis."""
+    """Unpacks numbers of 4 or 8 bits from integers, along the last axis, from the low bits on."""
     octets = np.ascontiguousarray(words).view(np.uint8)
     pairs = np.stack([octets & 15, octets >> 4], axis=-1)
     return pairs.reshape(*octets.shape[:-1], -1) if bits == 4 else octets

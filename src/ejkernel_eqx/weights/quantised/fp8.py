@@ -7,7 +7,7 @@ $$W_{oi} = \mathrm{weight}_{oi} \cdot \mathrm{scale}_{\lfloor o / 128 \rfloor \l
 | `weight` | float8 `[out, in]` |
 | `weight_scale_inv` (DeepSeek), `weight_scale` | `[out / 128, in / 128]`, rounded up; without `weight_block_size` one for the matrix, or `[out, 1]` |
 
-Source: the file `inference/kernel.py` and the README_WEIGHTS of DeepSeek-V3. Scales of activations are not read: here they stay in floats.
+Scales of activations are not read, since activations stay floats here. Source: `inference/kernel.py` and README_WEIGHTS of DeepSeek-V3.
 """
 
 from typing import Any

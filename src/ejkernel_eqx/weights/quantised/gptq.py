@@ -38,7 +38,7 @@ class Gptq(Form):
             raise entries.wrong("group_size", "-1 or a number of inputs")
         self._bits, self._group = check_entry(entries, "bits", 4, 8), entries["group_size"]
         self._is_symmetric = entries.get("sym") is not False
-        # Modules that rules exclude are in floats in the files.
+        # Modules that rules exclude are stored as floats.
         rules = entries.get("dynamic") or {}
         if not isinstance(rules, dict) or any(not rule.startswith("-:") for rule in rules):
             raise entries.wrong("dynamic", "rules that exclude modules ('-:...')", "quantise all in one way")

@@ -1,4 +1,4 @@
-r"""The experts of GPT-OSS in MXFP4 (`quant_method` `mxfp4`): floats of 4 bits (E2M1), 32 inputs with a power of two in common.
+r"""The experts of GPT-OSS in MXFP4 (`quant_method` `mxfp4`): floats of 4 bits (E2M1). Each 32 inputs share a power of two.
 
 $$W_{o,\,32 g + j} = \mathrm{e2m1}(\mathrm{blocks}_{ogj}) \cdot 2^{\,\mathrm{scales}_{og} - 127}$$
 
@@ -7,7 +7,7 @@ $$W_{o,\,32 g + j} = \mathrm{e2m1}(\mathrm{blocks}_{ogj}) \cdot 2^{\,\mathrm{sca
 | `gate_up_proj_blocks`, `down_proj_blocks` | uint8 `[N, out, in / 32, 16]`, two numbers a byte, the even input in the low half |
 | `gate_up_proj_scales`, `down_proj_scales` | uint8 `[N, out, in / 32]`, exponents |
 
-The outputs of `gate_up_proj` are gate and up in turn. In floats the same weights are `[N, in, out]`, which the shape says. Source: OCP
+In `gate_up_proj` the outputs of gate and up alternate. As floats, the same weights have the shape `[N, in, out]`. Source: OCP
 Microscaling Formats 1.0 and the weights of `openai/gpt-oss-20b`.
 """
 

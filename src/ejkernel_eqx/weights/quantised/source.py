@@ -1,4 +1,4 @@
-"""A checkpoint with quantised weights, seen as one of floats: each weight has its name and its shape, and is repacked when it is read."""
+"""A quantised checkpoint with the interface of one with floats. Each weight has its usual name and shape, and is repacked when it is read."""
 
 import fnmatch
 from collections.abc import Iterable, Sequence
@@ -28,12 +28,12 @@ _ACTIVATIONS = (
 
 
 class QuantisedSource(Source):
-    """The weights of a quantised checkpoint by the names that they have in floats."""
+    """The weights of a quantised checkpoint, by the names that they would have as floats."""
 
     def __init__(self, source: FileSource, form: Form, to_floats: bool | Sequence[str]):
-        """`to_floats`: whether all weights become floats, or patterns of the names of those that do.
+        """`to_floats`: whether all weights become floats; or patterns for the names of those that do.
 
-        What the files say of each weight is checked here, from their headers and the groups of inputs, before any weight is read.
+        The headers of the files and the groups of inputs are checked here, before any weight is read.
         """
         self.label, self._source, self._form = source.label, source, form
         names = dict.fromkeys(source.names())
@@ -80,7 +80,7 @@ class QuantisedSource(Source):
 
 
 def opened(state_dict: StateDict, dequantise: bool | Sequence[str]) -> Source:
-    """Published arrays by the names that they have in floats. Those of files are quantised as the `config.json` beside them says."""
+    """Opens published arrays by the names that they have as floats. Files are quantised as the `config.json` beside them says."""
     is_patterns = isinstance(dequantise, list | tuple) and all(isinstance(one, str) for one in dequantise)
     if not isinstance(dequantise, bool) and not is_patterns:
         raise ValueError(
@@ -94,7 +94,7 @@ def opened(state_dict: StateDict, dequantise: bool | Sequence[str]) -> Source:
 
 
 def _published_form(config: Config) -> Form | None:
-    """The form that a `quantization_config` describes, if there is one."""
+    """The form that the `quantization_config` describes; `None` without one."""
     both = (entries_of(config), text_entries(config))
     entries = next((entries for entries in both if entries.get("quantization_config")), None)
     if entries is None:

@@ -1,4 +1,4 @@
-"""Quantised weights beside arrays: rows, stacks and placements of either."""
+"""Functions for arrays and quantised weights alike: rows, stacks, placement."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ DEQUANTISE = "Pass dequantise=True, or the names of these weights as patterns, t
 
 
 def rows_of(x: Any, rows: slice) -> Any:
-    """Rows of a matrix `[..., out, in]` or of matrices, or numbers of a vector `[out]`."""
+    """Rows of one or several matrices `[..., out, in]`, or entries of a vector `[out]`."""
     if not is_quantised(x):
         return x[(..., rows, slice(None))] if x.ndim > 1 else x[rows]
     block, start, count = x.format.block[0], rows.start or 0, x.shape[-2]
@@ -33,7 +33,8 @@ def rows_of(x: Any, rows: slice) -> Any:
 
 
 def rows_together(parts: Sequence[Any], groups: int, name: str) -> Any:
-    """Matrices `[rows, in]` as one that has, of each of so many groups, the rows of all parts, one part after the other."""
+    """Joins matrices `[rows, in]`. The rows of each form `groups` groups. For each group, the result has the rows of all matrices, one after the
+    other."""
     first = parts[0]
     if not any(map(is_quantised, parts)):
         rows = [part.reshape(groups, -1, part.shape[-1]) for part in parts]
@@ -56,19 +57,19 @@ def rows_together(parts: Sequence[Any], groups: int, name: str) -> Any:
 
 
 def turned(x: Any) -> Any:
-    """Matrices `[..., in, out]` as `[..., out, in]`; quantised ones already have their codes in this order."""
+    """Transposes `[..., in, out]` to `[..., out, in]`. The codes of quantised matrices already have this order."""
     return x.T if is_quantised(x) else x.swapaxes(-1, -2)
 
 
 def stacked_weights(name: str, each: Sequence[Any]) -> Any:
-    """Arrays or quantised weights, with a new first axis."""
+    """Stacks arrays or quantised weights along a new first axis."""
     for one in each[1:]:
         check_alike(each[0], one, name)
     return jax.tree.map(lambda *parts: jnp.stack(parts), *each)
 
 
 def check_alike(first: Any, other: Any, name: str) -> None:
-    """Raise `CheckpointError` unless trees have quantised weights of equal formats in the same places."""
+    """Raises `CheckpointError` unless the trees have quantised weights of the same formats in the same places."""
     format_of = lambda x: str(x.format) if is_quantised(x) else "floats"
     leaves = [jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_quantised) for tree in (first, other)]
     for (path, one), (_, two) in zip(*leaves):
@@ -80,19 +81,19 @@ def check_alike(first: Any, other: Any, name: str) -> None:
 
 
 def empty_stack(count: int, x: Any, sharding: Any) -> Any:
-    """Zeros in the place of `count` arrays or quantised weights like `x`."""
+    """A stack of zeros for `count` arrays or quantised weights like `x`."""
     where = lambda shape: _of_part(sharding, shape) if is_quantised(x) else sharding
     empty = lambda shape, dtype: jnp.zeros(shape, dtype, device=where(shape))
     return jax.tree.map(lambda part: empty((count, *part.shape), part.dtype), x)
 
 
 def placed(x: Any, sharding: Any) -> Any:
-    """A quantised weight where an array of its shape is to be."""
+    """Places a quantised weight with the sharding of an array of its shape."""
     return jax.tree.map(lambda part: jax.device_put(part, _of_part(sharding, part.shape)), x)
 
 
 def _of_part(sharding: Any, shape: tuple[int, ...]) -> Any:
-    """The sharding of codes or scales. An axis of scales that does not divide is on every device."""
+    """The sharding of codes or scales. If the devices do not divide an axis of the scales, it is not split."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     axes = lambda axis: axis if isinstance(axis, tuple) else () if axis is None else (axis,)
