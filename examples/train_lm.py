@@ -15,13 +15,14 @@
 The model is an `ejx.models.Decoder`, a pre-norm decoder: RMSNorm, a sequence mixer (attention with RoPE and grouped heads, one of the
 recurrent layers, or several in turn), RMSNorm, a SwiGLU or a mixture of them. Its layers are stacked, traced once, and unrolled in the
 program, which is faster than a loop over them (`--scan-layers`). All output goes to `--out-dir`: `checkpoint.ejx`, `metrics.csv`,
-`loss.png`, `sample.txt`.
+`loss.png`, `sample.txt` and, with `--model`, the folder `tuned`: the model in its published form, which `ejkernel-eqx serve` reads.
 """
 
 import argparse
 import dataclasses
 import os
 import pathlib
+import shutil
 import sys
 import time
 from typing import Any, NamedTuple
@@ -242,8 +243,7 @@ def train(args: argparse.Namespace, state: TrainState, data: np.ndarray, held_ou
 
 
 def write_sample(args: argparse.Namespace) -> None:
-    """Generates text from the checkpoint on disk, on one device."""
-    args = argparse.Namespace(**{**vars(args), "mesh": None})
+    """Generates text from the checkpoint on disk."""
     state = load_checkpoint(args.out_dir / "checkpoint.ejx", args)
     model, tokenizer = cast(merge_lora(state.model), args.dtype), tokenizer_of(args.out_dir)
     prompt = tokenizer.encode(args.prompt or "\n")
@@ -255,6 +255,15 @@ def write_sample(args: argparse.Namespace) -> None:
     (args.out_dir / "sample.txt").write_text(text, encoding="utf-8")
     what = f"{len(tokens)} tokens from the checkpoint of step {state.step}"
     print(f"--- {what} ({time.perf_counter() - start:.1f} s) ---\n{text}\n---")
+
+
+def write_tuned(args: argparse.Namespace) -> None:
+    """Writes a tuned model in its published form, with the tokenizer of the folder that it comes from."""
+    model = load_checkpoint(args.out_dir / "checkpoint.ejx", args).model
+    folder = args.out_dir / "tuned"
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
+    ejx.models.save_pretrained(ejx.dequantise(merge_lora(model)), folder, like=args.model)
+    print(f"The tuned model is in {folder}; ejkernel-eqx serve {folder} serves it.")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -279,7 +288,10 @@ def run(args: argparse.Namespace) -> int:
     if state.step < args.steps and not train(args, state, data, held_out):
         print(f"Interrupted; {checkpoint} is saved. Run the same command with --resume to continue.")
         return 130
+    args = argparse.Namespace(**{**vars(args), "mesh": None})  # on one device
     write_sample(args)
+    if args.model is not None:
+        write_tuned(args)
     return 0
 
 

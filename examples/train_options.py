@@ -113,9 +113,11 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
 
 def _check_model(args: argparse.Namespace) -> None:
     """A published model has sizes of its own, and is needed for updates of it."""
-    if args.lora < 0 or (args.lora and args.model is None):
+    if args.lora < 0:
+        raise UsageError(f"--lora: expected a rank from 0 on, received {args.lora}; 0 trains all weights.")
+    if args.lora and args.model is None:
         raise UsageError(
-            f"--lora: expected a rank of at least 1 with --model, received {args.lora}; 0 trains all weights."
+            "--model: expected the folder of a published model beside --lora, received none; give one."
         )
     if args.quantise and not args.lora:
         raise UsageError(

@@ -2,6 +2,7 @@
 
 import csv
 import pathlib
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -72,7 +73,11 @@ class Log:
             writer.writerows(self.rows)
 
     def plot(self) -> None:
-        import matplotlib
+        try:
+            import matplotlib
+        except ModuleNotFoundError:
+            print("loss.png is left out: it needs matplotlib (pip install '.[examples]')", file=sys.stderr)
+            return
 
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt

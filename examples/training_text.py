@@ -18,7 +18,8 @@ def tokenizer_of(folder: pathlib.Path) -> Tokenizer | ByteTokenizer:
 
 def keep_tokenizer(model: pathlib.Path | None, out_dir: pathlib.Path) -> Tokenizer | ByteTokenizer:
     """The tokenizer of the published model, copied beside the checkpoint. Without a model, bytes."""
-    if (out_dir / "config.json").exists():
+    tuned = model is not None and model.resolve() == (out_dir / "tuned").resolve()  # would be written over
+    if tuned or (out_dir / "config.json").exists():
         raise UsageError(
             f"--out-dir: expected a folder for what is written, received {str(out_dir)!r}, which holds a published model; give another."
         )
@@ -52,8 +53,11 @@ def find_texts(path: pathlib.Path | None) -> list[pathlib.Path]:
 def load_data(
     path: pathlib.Path | None, seq_len: int, tokenizer: Tokenizer | ByteTokenizer
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens for training and tokens for validation: every 20th file, or the last 5% if there are fewer files."""
+    """Tokens for training and tokens for validation: every 20th file, or the last 5% if there are fewer files. Of a folder,
+    files with zero bytes are left out."""
     texts = [f.read_text(encoding="utf-8", errors="replace") for f in find_texts(path)]
+    if path is not None and path.is_dir():  # pictures and archives, which stand in many folders
+        texts = [text for text in texts if "\0" not in text]
     if len(texts) >= 20:
         held_out = texts[10::20]
         del texts[10::20]

@@ -176,7 +176,7 @@ def test_what_was_built_in_is_shown():
     assert (choice.path, choice.platform, choice.tier) == ("['a']", "xla", "memory")
     assert (choice.config, choice.origin, choice.ms) == (repr(config), "tuned 2026-01-02", ((FORWARD, 0.25),))
     assert choice.key == key and choice.problem.startswith("flash_attention B2 D8")
-    assert "other problems: xla" in choice.notes
+    assert "for other problems: xla" in choice.notes
     assert {name for name, _ in choice.rejected} == {"cuda", "pallas", "triton"}
     (choice,) = ejx.explain(ejx.FlashAttention(config=config)).choices
     assert (choice.config, choice.tier) == (repr(config), "override")

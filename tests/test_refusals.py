@@ -94,7 +94,23 @@ CALLS = {
     "buckets": (lambda: ejx.Buckets((1,), (1,), query_lens=(1,)), ["Buckets: ", "did you mean query_len?"]),
     "nothing": (
         lambda: ejx.FlashAttention()(),
-        ["expected q and k and v, ", "no arguments; write FlashAttention(q"],
+        ["expected q and k and v, ", "no arguments; write FlashAttention(...)(q"],
+    ),
+    "misspelt for one that is missing": (
+        lambda: nn.GatedDeltaNet(8, num_heads=2, key=KEY),
+        ["received 'num_heads'; did you mean num_k_heads?"],
+    ),
+    "the end of a name": (
+        lambda: ejx.flash_attention(Q, Q, Q, scale=1.0),
+        ["received 'scale'; did you mean softmax_scale?"],
+    ),
+    "arrays for a truth value": (
+        lambda: ejx.FlashAttention(Q, Q, Q),
+        ["FlashAttention: expected options, received arrays; ", "FlashAttention(...)(q, k, v)."],
+    ),
+    "traced arrays for a choice": (
+        lambda: jax.jit(lambda x: ejx.GatedRMSNorm(x, x))(X),
+        ["GatedRMSNorm: expected options, received arrays; ", "GatedRMSNorm(...)(x)."],
     ),
     "plain jit": (
         lambda: jax.jit(layer())(X),
@@ -130,6 +146,19 @@ def test_other_type_errors_are_passed_on():
 
 
 VALUES = {
+    "mixer": (lambda: models.LayerConfig("atention"), "received 'atention'; did you mean attention?"),
+    "updates of a layer": (
+        lambda: models.add_lora(layer(), 2, key=KEY),
+        "model: expected a Decoder, received MultiHeadAttention; ejx.models.LoRA replaces one projection",
+    ),
+    "updates of no projection": (
+        lambda: models.LoRA(layer(), 2, key=KEY),
+        "base: expected an equinox.nn.Linear, received MultiHeadAttention",
+    ),
+    "rank": (
+        lambda: models.LoRA(eqx.nn.Linear(2, 2, key=KEY), 0, key=KEY),
+        "rank: expected a positive integer, received 0",
+    ),
     "name": (lambda: ejx.explain("flashattention"), "'flashattention'; did you mean flash_attention?"),
     "flag": (
         lambda: ejx.explain("flash_attention", T=8, H=2, D=16, cauzal=True),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import equinox as eqx
+import jax
 
 C = TypeVar("C", bound=type)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -25,11 +26,13 @@ def nearest(word: Any, known: Iterable[str]) -> str:
 
 
 def _resembled(word: Any, known: Iterable[str]) -> str | None:
-    """The name that is spelt nearly as a word, or else begins with it."""
+    """The name that is spelt nearly as a word, or else begins or ends with it."""
     plain = {name.replace("_", "").lower(): name for name in known}
     word = str(word).replace("_", "").lower()
     near = difflib.get_close_matches(word, plain, n=1, cutoff=0.75)
-    near = near or [name for name in plain if len(word) > 2 and name.startswith(word)]
+    near = near or [
+        name for name in plain if len(word) > 2 and (name.startswith(word) or name.endswith(word))
+    ]
     return plain[near[0]] if near else None
 
 
@@ -39,8 +42,9 @@ def refusal(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     elsewhere: Elsewhere = types.MappingProxyType({}),
+    called: str = "",
 ) -> str | None:
-    """The reason why arguments do not fit a signature, in a sentence about `name`; `None` if they do."""
+    """The reason why arguments do not fit a signature, in a sentence about `name`, which is written as `called`; `None` if they do."""
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -51,10 +55,10 @@ def refusal(
     first = [p.name for p in known.values() if p.kind in _BY_POSITION]
     passed = {*first[: len(args)], *kwargs}
     missing = [n for n, p in known.items() if p.default is _KIND.empty and n not in passed]
-    written = f"{name}({', '.join(_written(known))})"
+    written = f"{called or name}({', '.join(_written(known))})"
     if unknown := [argument for argument in kwargs if argument not in known]:
         received = ", ".join(map(repr, unknown))
-        return f"{name}: expected some of {', '.join(known)}, received {received}{_meant(unknown[0], known, elsewhere)}"
+        return f"{name}: expected some of {', '.join(known)}, received {received}{_meant(unknown[0], missing, known, elsewhere)}"
     if len(args) > len(first):
         most = f"{len(first)} argument{'s' * (len(first) != 1)} by position ({', '.join(first)})"
         others = [n for n, p in known.items() if p.kind is _KIND.KEYWORD_ONLY]
@@ -75,8 +79,8 @@ def _written(known: Mapping[str, inspect.Parameter]) -> list[str]:
     return [p.name if p.kind in _BY_POSITION else f"{p.name}=..." for p in needed]
 
 
-def _meant(word: str, known: Iterable[str], elsewhere: Elsewhere) -> str:
-    if near := _resembled(word, known):
+def _meant(word: str, missing: Iterable[str], known: Iterable[str], elsewhere: Elsewhere) -> str:
+    if near := _resembled(word, missing) or _resembled(word, known):
         return f"; did you mean {near}?"
     for remedy, function in elsewhere.items():
         if near := _resembled(word, inspect.signature(function).parameters):
@@ -133,17 +137,19 @@ class Module(eqx.Module):
 def _explained_method(name: str, method: F) -> F:
     def why(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
         cls = args[0] if isinstance(args[0], type) else type(args[0])
-        called, others = f"{cls.__name__}.{name}", {}
+        about, written, others = f"{cls.__name__}.{name}", "", {}
         if name == "__init__":
-            called, others = (
-                cls.__name__,
-                {f"{{0}} is an argument of the call: {cls.__name__}(...)(..., {{0}}=...)": cls.__call__},
-            )
+            if sum(isinstance(value, jax.Array) for value in args[1:]) > 1:
+                call = ", ".join(_written(inspect.signature(cls.__call__).parameters)[1:])
+                return f"{cls.__name__}: expected options, received arrays; build it, and call it with them: {cls.__name__}(...)({call})."
+            about = cls.__name__
+            others = {f"{{0}} is an argument of the call: {about}(...)(..., {{0}}=...)": cls.__call__}
         elif name == "__call__":
-            called, others = (cls.__name__, {f"{{0}} is an option: {cls.__name__}({{0}}=...)": cls.__init__})
+            about, written = cls.__name__, f"{cls.__name__}(...)"
+            others = {f"{{0}} is an option: {about}({{0}}=...)": cls.__init__}
         full = inspect.signature(method)
         signature = full.replace(parameters=list(full.parameters.values())[1:])
-        return refusal(called, signature, args[1:], kwargs, others)
+        return refusal(about, signature, args[1:], kwargs, others, written)
 
     return _saying(method, why)
 
@@ -156,7 +162,7 @@ def _saying(function: F, why: Callable[[tuple[Any, ...], Mapping[str, Any]], str
         __tracebackhide__ = True
         try:
             return function(*args, **kwargs)
-        except TypeError:
+        except (TypeError, ValueError):
             reason = why(args, kwargs)
             if reason is None:
                 raise

@@ -257,6 +257,7 @@ def test_a_checkpoint_of_another_architecture_is_named(train_lm, tmp_path, capsy
 def test_data_is_split_by_file_and_in_a_fixed_order(train_lm, tmp_path):
     for i in range(40):
         (tmp_path / f"{i:02}.txt").write_bytes(bytes([80 + i]) * 50)
+    (tmp_path / "05.png").write_bytes(b"picture\0" * 10)  # no text
     train, validation = train_lm.load_data(tmp_path, 50, ByteTokenizer())
     assert bytes(validation.tolist()) == bytes([90]) * 50 + b"\n" + bytes([110]) * 50
     assert bytes(train.tolist()) == b"\n".join(bytes([80 + i]) * 50 for i in range(40) if i not in (10, 30))

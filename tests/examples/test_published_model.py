@@ -135,13 +135,20 @@ def test_lora_trains_updates_alone_and_merges(examples, folder, tmp_path, capsys
     merged = ejx.models.merge_lora(examples.train_lm.load_checkpoint(checkpoint, args).model)
     served = ["--checkpoint", checkpoint]
     check_served(examples, folder, tmp_path / "out.jsonl", served, merged, ["the quick"], capsys)
+    # The folder has the last step in the published form, and is not written over while it is read.
+    tuned = tmp_path / "run" / "tuned"
+    np.testing.assert_allclose(ejx.models.from_pretrained(tuned)(tokens), merged(tokens), atol=1e-5)
+    assert (tuned / "tokenizer.json").read_text() == (folder / "tokenizer.json").read_text()
+    assert examples.train(*options[:5], tuned, *SMALL) == 2
+    assert "--out-dir: expected a folder for what is written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--quantise", "int8"], "--quantise: expected --lora with it"),
-        (["--lora", "2"], "--lora: expected a rank of at least 1 with --model"),
+        (["--lora", "2"], "--model: expected the folder of a published model beside --lora"),
+        (["--lora", "-1"], "--lora: expected a rank from 0 on, received -1"),
         (["--model", "nowhere"], "'nowhere/config.json' is not there. Give the folder of a published model"),
         (["--model", "nowhere", "--mixer", "kda"], "--mixer: expected none beside --model"),
     ],

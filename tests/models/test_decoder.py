@@ -59,6 +59,15 @@ def close(a, b, scale: float = 1.0) -> None:
     np.testing.assert_allclose(a, b, atol=2e-5 * scale * float(jnp.max(jnp.abs(b))))
 
 
+def test_flags_may_be_arrays():
+    """They are where a model is an argument of `jax.jit`, and behind `jax.device_put`."""
+    model, expected = model_of("uniform"), CALL("uniform")
+    close(jax.jit(lambda model, tokens: model(tokens))(model, TOKENS), expected)
+    cached = lambda model, tokens: model(tokens, model.init_cache(2, 16))[0]
+    close(jax.jit(cached)(model, TOKENS), expected)
+    close(jax.device_put(model)(TOKENS), expected)
+
+
 def test_stacks_follow_the_pattern():
     assert CONFIGS["uniform"].stacks() == ((0, 1, 3),)
     assert CONFIGS["hybrid"].stacks() == ((0, 2, 2), (4, 1, 1))

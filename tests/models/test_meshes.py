@@ -89,6 +89,19 @@ def test_a_published_model_runs_on_a_mesh(kind, name, platform, tmp_path):
 
 
 @pytest.mark.slow
+def test_lists_of_tokens_go_to_the_devices_of_the_model():
+    """They are arrays of no device that a caller chose."""
+    config = GOLDEN["llama"]["config"] | {"num_hidden_layers": 1}
+    model, prompts = ejx.models.from_config(config, key=jax.random.key(0)), [[11, 12, 13], [20]]
+    mesh = jax.make_mesh((2, 1, 1), ejx.models.MESH_AXES)
+    found = ejx.models.generate(
+        ejx.models.place(model, model, mesh), prompts, max_new_tokens=3, stop_tokens=()
+    )
+    alone = ejx.models.generate(model, prompts, max_new_tokens=3, stop_tokens=())
+    np.testing.assert_array_equal(found.tokens, alone.tokens)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, name", [("automatic", "qwen2"), ("explicit without context", "mamba2")])
 def test_drafts_on_a_mesh(kind, name, tmp_path):
     mesh, folder = meshes.mesh_of(kind), folder_of(name, tmp_path)

@@ -58,7 +58,7 @@ def test_wrong_folders_and_sizes(folder, tmp_path, capsys):
         assert main(["serve", *map(str, options)]) == 2
         return capsys.readouterr().err
 
-    assert "path: expected a tokenizer.json" in error(tmp_path / "none")
+    assert "config.json' is not there. Give the folder of a published model" in error(tmp_path / "none")
     assert "step_tokens: expected at least max_batch=2, received 1" in error(
         folder, *SIZES, "--step-tokens", 1
     )
@@ -66,6 +66,13 @@ def test_wrong_folders_and_sizes(folder, tmp_path, capsys):
     assert "num_draft_tokens: " in error(folder, *SIZES, "--num-draft-tokens", -1)
     (folder / "chat_template.jinja").write_text("{% for %}")
     assert "chat_template: it cannot be read" in error(folder)
+
+
+def test_rooms_of_extras_are_attributes(monkeypatch):
+    monkeypatch.delattr(serving, "server", raising=False)
+    assert serving.server is server
+    with pytest.raises(AttributeError, match="serving' has no attribute 'servers'"):
+        _ = serving.servers
 
 
 def test_without_the_extra(folder, monkeypatch, capsys):
@@ -80,3 +87,6 @@ def test_without_the_extra(folder, monkeypatch, capsys):
     found = capsys.readouterr().err
     assert "ejkernel_eqx.serving.text needs jinja2, which is not installed" in found
     assert "pip install 'ejkernel-eqx[text]'" in found
+    monkeypatch.setitem(sys.modules, "uvicorn", None)  # its extra has both
+    assert main(["serve", str(folder)]) == 2
+    assert "run: pip install 'ejkernel-eqx[server]'" in capsys.readouterr().err

@@ -120,9 +120,9 @@ def test_stop_strings_do_not_depend_on_tokens(text, stop, sizes):
 
 def test_what_is_no_tokenizer_is_refused(tmp_path, tokenizer):
     (tmp_path / "tokenizer.json").write_text("{}")
-    for path in (tmp_path / "tokenizer.json", tmp_path / "none.json"):
-        with pytest.raises(ValueError, match=r"path: expected a tokenizer.json, but '.*json' is none"):
-            Tokenizer(path)
+    for name, message in (("tokenizer.json", "is none"), ("none.json", "is not there; copy")):
+        with pytest.raises(ValueError, match=rf"path: expected a tokenizer.json, but '.*json' {message}"):
+            Tokenizer(tmp_path / name)
     for wrong in ("ab", [""], [1]):
         with pytest.raises(ValueError, match="stop: expected texts that are not empty"):
             tokenizer.stream(stop=wrong)

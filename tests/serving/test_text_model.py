@@ -75,4 +75,8 @@ def test_what_is_wrong_is_said(folder, capsys):
     assert "temperature: expected a number" in error("chat", folder, "--temperature", -1)
     (folder / "chat_template.jinja").unlink()
     assert "has no chat template; use the command generate" in error("chat", folder)
-    assert "path: expected a tokenizer.json" in error("generate", folder / "none", "!")
+    assert "config.json' is not there. Give the folder of a published model" in error(
+        "generate", folder / "none", "!"
+    )
+    (folder / "tokenizer.json").unlink()
+    assert "tokenizer.json' is not there; copy that of the model" in error("generate", folder, "!")

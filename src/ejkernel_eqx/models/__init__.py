@@ -18,6 +18,7 @@ from .layer import DecoderLayer as DecoderLayer
 from .lora import add_lora as add_lora
 from .lora import LoRA as LoRA
 from .lora import merge_lora as merge_lora
+from .lora import trained as trained
 from .mesh import MESH_AXES as MESH_AXES
 from .mesh import partition_spec as partition_spec
 from .mesh import place as place

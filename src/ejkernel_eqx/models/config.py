@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from .._signatures import nearest
 from ..nn.activations import ACTIVATIONS, UNGATED
 from ..nn.arguments import check_eps, check_flags, check_numbers, check_sizes
 from ..sequences.packing import read_count
@@ -19,7 +20,7 @@ _NORM_TYPES = ("rms", "layer", "layer_without_bias")
 def _check_one_of(name: str, value: Any, known: Any) -> None:
     if value not in known:
         raise ValueError(
-            f"{name}: expected one of {', '.join(sorted(known))}, received {value!r}; check the spelling."
+            f"{name}: expected one of {', '.join(sorted(known))}, received {value!r}{nearest(value, known)}"
         )
 
 

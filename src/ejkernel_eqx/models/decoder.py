@@ -49,6 +49,12 @@ TIED_STD = 0.02
 the square root of the width, and its own logit as large as the width."""
 
 
+def _of_layers(leaf: Any) -> bool:
+    """Whether a leaf of a stack has a row for each layer. Flags such as `inference` have none, also where `jax.jit` or `jax.device_put` makes
+    arrays of them."""
+    return eqx.is_array(leaf) and leaf.ndim > 0
+
+
 def _policy(remat: str) -> Any:
     if remat == "kernels":
         return jax.checkpoint_policies.save_only_these_names(*_KERNELS)
@@ -225,7 +231,7 @@ class Decoder(Module):
         for (first, period, repeats), stack in zip(self.config.stacks(), self.stacks):
             if first <= index < first + period * repeats:
                 at, place = divmod(index - first, period)
-                return jax.tree.map(lambda x, at=at: x[at] if eqx.is_array(x) else x, stack[place])
+                return jax.tree.map(lambda x, at=at: x[at] if _of_layers(x) else x, stack[place])
         raise ValueError(
             f"index: expected 0 to {self.num_layers - 1}, a layer of the model, received {index}; count from 0."
         )
@@ -477,7 +483,7 @@ class Decoder(Module):
     ) -> tuple[Array, list[RouterStatistics], dict[int, Any]]:
         """The tokens after the stack; on request the statistics of its layers with experts, as one; and the keys and values that later layers
         read."""
-        layers, static = eqx.partition(stack, eqx.is_array)
+        layers, static = eqx.partition(stack, _of_layers)
         (first, _, repeats), arrays = shape, (layers, inputs.embedding)
 
         def period(x: Array, own: Any) -> tuple[Array, tuple[list[RouterStatistics], dict[int, Any]]]:
@@ -512,7 +518,7 @@ class Decoder(Module):
     def _decode(
         self, stack: Any, repeats: int, x: Array, caches: Any, rows: dict[str, Any], inputs: LayerInputs
     ) -> tuple[Array, Any]:
-        layers, static = eqx.partition(stack, eqx.is_array)
+        layers, static = eqx.partition(stack, _of_layers)
         arrays = layers, inputs.embedding
 
         def period(x: Array, own: Any) -> tuple[Array, Any]:
@@ -537,7 +543,7 @@ class Decoder(Module):
         self, stack: Any, repeats: int, x: Array, state: Any, rows: dict[str, Any], inputs: LayerInputs
     ) -> tuple[Array, Any]:
         """The loop carries the caches, so they are written in place. If the loop scanned over them, they would be copied."""
-        arrays, static = eqx.partition(stack, eqx.is_array)
+        arrays, static = eqx.partition(stack, _of_layers)
         batch: RaggedBatch = rows["batch"]
 
         def period(carry: Any, own: Any) -> tuple[Any, None]:

@@ -1,6 +1,6 @@
 """LoRA: low-rank updates of frozen weights (Hu et al. 2021, arXiv:2106.09685): $W x + (\\alpha / r) B A x$."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -8,10 +8,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from .._signatures import Module
+from ..nn.arguments import check_sizes
 from ..quantised.dequantise import dequantise, is_quantised
 from ..weights.fill import replaced
 from .decoder import Decoder
 
+M = TypeVar("M")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "in_proj_qkvz", "out_proj", "qkv_proj")
 PROJECTIONS += ("gate_proj", "up_proj", "down_proj")
 
@@ -39,6 +41,11 @@ class LoRA(Module):
     scale: float = eqx.field(static=True)
 
     def __init__(self, base: eqx.nn.Linear, rank: int, *, alpha: float = 16.0, key: Array):
+        if not isinstance(base, eqx.nn.Linear):
+            raise ValueError(
+                f"base: expected an equinox.nn.Linear, received {type(base).__name__}; replace its projections one by one."
+            )
+        check_sizes(rank=rank)
         # Stacked layers have leading axes.
         *lead, out, features = base.weight.shape
         self.base = base
@@ -64,17 +71,24 @@ def is_lora(node: Any) -> bool:
     return isinstance(node, LoRA)
 
 
-def add_lora(model: Decoder, rank: int, *, key: Array) -> Decoder:
+def add_lora(model: Decoder, rank: int, *, alpha: float = 16.0, key: Array) -> Decoder:
     """Replaces each projection of the mixers and MLPs by a [`LoRA`][ejkernel_eqx.models.LoRA]. Experts stay as they are.
 
     **Arguments:**
 
     - `model`: a [`Decoder`][ejkernel_eqx.models.Decoder].
-    - `rank`: the rank of each update.
+    - `rank`: the rank of each update, $R$.
+    - `alpha`: $\\alpha$. An update is multiplied by $\\alpha / R$.
     - `key`: a PRNG key for the updates.
 
     **Returns:** the new model.
+
+    **Raises:** `ValueError` for a model that is no `Decoder`, and for a rank below 1.
     """
+    if not isinstance(model, Decoder):
+        raise ValueError(
+            f"model: expected a Decoder, received {type(model).__name__}; ejx.models.LoRA replaces one projection of any model."
+        )
     is_linear = lambda node: isinstance(node, eqx.nn.Linear)
     parts = {"stacks": model.stacks, "shared_blocks": model.shared_blocks}
     found = jax.tree_util.tree_leaves_with_path(parts, is_leaf=is_linear)
@@ -83,13 +97,13 @@ def add_lora(model: Decoder, rank: int, *, key: Array) -> Decoder:
     def update(path: Any, node: Any) -> Any:
         if not is_linear(node) or getattr(path[-1], "name", None) not in PROJECTIONS:
             return node
-        return LoRA(node, rank, key=next(keys))
+        return LoRA(node, rank, alpha=alpha, key=next(keys))
 
     keys = iter(jax.random.split(key, count))
     return replaced(model, jax.tree_util.tree_map_with_path(update, parts, is_leaf=is_linear))
 
 
-def merge_lora(model: Decoder) -> Decoder:
+def merge_lora(model: M) -> M:
     """Adds the updates to the weights, for serving.
 
     **Returns:** the model with plain linear layers. Quantised weights that had an update are floats.

@@ -46,7 +46,10 @@ def widened(*rows: Array) -> tuple[Array, ...]:
         return rows
     length = rows[0].shape[1]
     before = min(1 << (length - 1).bit_length(), rounded(length)) - length
-    return tuple(jax.device_put(np.pad(np.asarray(x), ((0, 0), (before, 0))), x.sharding) for x in rows)
+    # Only where the caller chose a device: arrays of lists go to the devices of the model.
+    places = [x.sharding if x.committed else None for x in rows]
+    wide = [np.pad(np.asarray(x), ((0, 0), (before, 0))) for x in rows]
+    return tuple(map(jax.device_put, wide, places))
 
 
 def read_stop(stop: Any, vocabulary: int) -> Array:

@@ -216,7 +216,7 @@ def _of_plan(path: str, plan: Plan) -> list[Choice]:
             platform.value,
             repr(known.config),
             tier.value,
-            (f"other problems: {order}",),
+            (f"for other problems: {order}",),
             unusable + tuple((other.value, reason) for (other, of), reason in passed.items() if of == key),
             key=key,
             origin=known.origin,

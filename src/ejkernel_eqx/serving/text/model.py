@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ...models import Decoder, from_pretrained, generate, Sampling, stream
+from ...models.pretrained import read_config
 from .chat import ChatTemplate
 from .tokenizer import ByteTokenizer, TextStream, Tokenizer
 
@@ -38,6 +39,7 @@ class TextModel:
         [`from_pretrained`][ejkernel_eqx.models.from_pretrained]."""
         path = pathlib.Path(folder).expanduser()
         # The small files are read first, so that an error for a missing one comes at once.
+        read_config(path / "config.json")
         tokenizer, template = Tokenizer(path / "tokenizer.json"), ChatTemplate.from_folder(path)
         return cls(from_pretrained(path, **options), tokenizer, template)
 

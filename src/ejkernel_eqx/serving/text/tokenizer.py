@@ -24,6 +24,10 @@ class Tokenizer:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
+        if not os.path.isfile(path):
+            raise ValueError(
+                f"path: expected a tokenizer.json, but {os.fspath(path)!r} is not there; copy that of the model into the folder."
+            )
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(os.fspath(path))
         except Exception as error:  # the library raises nothing more specific
