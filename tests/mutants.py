@@ -91,6 +91,8 @@ FAULTS = (
     Fault("quantise-rounds-down", "paged/cache/quantise.py", "quantise", "jnp.round(ratio)", "jnp.floor(ratio)", "paged/test_quantise.py paged/test_cache.py"),
     # recurrences, selective scan, cells
     Fault("recurrence-tail", "recurrence/xla.py", "_Local.write", "k = times(k, self.tail)", "k = times(k, self.head)", "recurrence/test_xla.py recurrence/test_operations.py"),
+    Fault("rank-one-read", "recurrence/xla.py", "_Local.scores_before", "_to_next(scores, 0)", "scores", "recurrence/test_xla.py"),
+    Fault("rwkv7-values", "nn/rwkv7.py", "RWKV7TimeMix._mix", "(wide(rows.beside[\"v_first\"]) - wide(v))", "wide(rows.beside[\"v_first\"])", "nn/test_rwkv.py"),
     Fault("along-decay", "recurrence/along.py", "recur_along", "part[0] * state + part[1]", "state + part[1]", "recurrence/test_along.py recurrence/test_split_tokens.py"),
     Fault("along-initial-state", "core/along.py", "Along.carry", "state, entering = initial_state, {}", "state, entering = 0 * initial_state, {}", "recurrence/test_along.py recurrence/test_split_tokens.py selective_scan"),
     Fault("states-over-segments", "recurrence/triton/states_phase.py", "states_kernel", "carried = tl.where(start < 0, 1.0, 0.0)", "carried = tl.where(start < 0, 1.0, 1.0)", "recurrence/test_triton.py recurrence/test_packing.py"),

@@ -44,6 +44,7 @@ CALLS: dict[str, tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]] = {
     "block_sparse_attention": (dict(block_size=4), (q, k, v), dict(block_map=np.eye(2, dtype=bool))),
     "causal_conv1d": (dict(activation="silu"), (x, normal(1, 4, 3)), {}),
     "delta_rule": (dict(use_qk_l2norm=True), (q, k, v, beta), {}),
+    "dplr_delta_rule": (dict(scale=0.3), (q, k, v, q / 3, k / 3, g), {}),
     "flash_attention": (dict(causal=True, sliding_window=3), (q, k, v), dict(return_lse=True)),
     "gated_delta_rule": (dict(reverse=True), (q, k, v, g[..., 0], beta), {}),
     "gated_linear_attention": (dict(scale=0.3), (q, k, v, g), {}),
@@ -87,6 +88,7 @@ CALLS: dict[str, tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]] = {
     "ragged_decode_attention": (dict(softmax_scale=0.2), (q[:1], k[None], v[None], 1, 5), {}),
     "ragged_paged_attention": (dict(append=True), (q, cache(), k, v), starts),
     "recurrent": (dict(cell="gru"), (x, normal(1, 6, 2)), dict(weight_ih=normal(2, 6, 4))),
+    "rwkv7": (dict(reverse=True), (q, g, k, v, k / 3, g), {}),
     "scaled_dot_product_attention": (dict(deterministic=True), (q, k, v), dict(is_causal=True)),
     "state_space_v1": (dict(dt_softplus=True), (x, dt, A, B, C), {}),
     "state_space_v2": (

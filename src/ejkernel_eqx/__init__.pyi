@@ -53,6 +53,7 @@ from .functional import attention as attention
 from .functional import block_sparse_attention as block_sparse_attention
 from .functional import causal_conv1d as causal_conv1d
 from .functional import delta_rule as delta_rule
+from .functional import dplr_delta_rule as dplr_delta_rule
 from .functional import flash_attention as flash_attention
 from .functional import gated_delta_rule as gated_delta_rule
 from .functional import gated_linear_attention as gated_linear_attention
@@ -75,6 +76,7 @@ from .functional import recurrent as recurrent
 from .functional import residual_rms_norm as residual_rms_norm
 from .functional import ring_attention as ring_attention
 from .functional import rotary_heads as rotary_heads
+from .functional import rwkv7 as rwkv7
 from .functional import scaled_dot_product_attention as scaled_dot_product_attention
 from .functional import scaled_matmul as scaled_matmul
 from .functional import state_space_v1 as state_space_v1
@@ -111,12 +113,14 @@ from .quantised import dequantise as dequantise
 from .quantised import QuantFormat as QuantFormat
 from .quantised import QuantizedWeight as QuantizedWeight
 from .recurrence import DeltaRule as DeltaRule
+from .recurrence import DPLRDeltaRule as DPLRDeltaRule
 from .recurrence import GatedDeltaRule as GatedDeltaRule
 from .recurrence import GatedLinearAttention as GatedLinearAttention
 from .recurrence import KernelDeltaAttention as KernelDeltaAttention
 from .recurrence import lightning_slopes as lightning_slopes
 from .recurrence import LightningAttention as LightningAttention
 from .recurrence import LinearAttention as LinearAttention
+from .recurrence import RWKV7 as RWKV7
 from .recurrence import StateSpaceV2 as StateSpaceV2
 from .rotary.heads import RotaryHeads as RotaryHeads
 from .selective_scan import StateSpaceV1 as StateSpaceV1

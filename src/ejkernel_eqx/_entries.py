@@ -79,6 +79,7 @@ _NAMES: tuple[tuple[_Kind, str], ...] = (
         "mamba_n_heads mamba_n_groups mamba_d_state mamba_d_conv mamba_d_ssm mamba_num_heads mamba_head_dim "
         "ssm_state_size moe_latent_size moe_shared_expert_intermediate_size conv_L_cache block_multiple_of block_ff_dim "
         "attn_layer_period expert_layer_period local_attention global_attn_every_n_layers "
+        "proj_low_rank_dim gate_low_rank_dim decay_low_rank_dim a_low_rank_dim v_low_rank_dim "
         "n_group topk_group full_attention_interval sliding_window_pattern no_rope_layer_interval",
     ),
     (
@@ -89,6 +90,7 @@ _NAMES: tuple[tuple[_Kind, str], ...] = (
         "num_kv_shared_layers hidden_size_per_layer_input shared_intermediate_size",
     ),
     (_integers(1, 2**40), "sliding_window"),
+    (_either(_SIZE, _lists(_SIZE)), "value_dim"),
     (_either(_SIZE, _AUTO), "time_step_rank mamba_d_head mamba_dt_rank"),
     (_LENGTH, "max_position_embeddings original_max_position_embeddings n_positions"),
     (_either(_TOKEN, _lists(_TOKEN)), "eos_token_id"),
@@ -141,7 +143,7 @@ _NAMES: tuple[tuple[_Kind, str], ...] = (
         _POSITIVE,
         "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping clip_qkv factor "
         "attention_factor beta_fast beta_slow low_freq_factor high_freq_factor short_mscale long_mscale "
-        "expand mamba_expand expand_k expand_v routed_scaling_factor swiglu_limit swiglu_alpha embedding_multiplier "
+        "expand mamba_expand expand_k expand_v hidden_ratio routed_scaling_factor swiglu_limit swiglu_alpha embedding_multiplier "
         "block_ffn_dim_multiplier key_multiplier lm_head_multiplier attention_in_multiplier attention_out_multiplier "
         "ssm_in_multiplier ssm_out_multiplier "
         "logits_scaling logit_scale residual_multiplier attention_multiplier",

@@ -39,6 +39,8 @@ class Family(NamedTuple):
 
 
 RECURRENCE = Family("recurrence", "recurrence", _ON_TPU)
+# Kernels that are written by hand do not have these transitions.
+_RANK_ONE = RECURRENCE._replace(platforms=("xla",))
 _PAGED = Family("paged", "paged", _ON_TPU)
 _ATTENTION = Family("attention", "attention", (*_ON_TPU, "cuda"))
 
@@ -58,11 +60,13 @@ OPERATIONS: dict[str, Family] = {
     "unified_attention": _PAGED,
     "paged_native_sparse_attention": Family("native_pages", "native_sparse.native_pages"),
     "delta_rule": RECURRENCE,
+    "dplr_delta_rule": _RANK_ONE,
     "gated_delta_rule": RECURRENCE,
     "gated_linear_attention": RECURRENCE,
     "kernel_delta_attention": RECURRENCE,
     "lightning_attention": RECURRENCE,
     "linear_attention": RECURRENCE,
+    "rwkv7": _RANK_ONE,
     "state_space_v2": RECURRENCE,
     "state_space_v1": Family("selective_scan", "selective_scan"),
     "causal_conv1d": Family("convolution", "convolution"),
@@ -103,11 +107,13 @@ CLASSES: dict[str, str] = {
     "absorbed_latent_attention": "latent:AbsorbedLatentAttention",
     "multi_head_latent_attention": "latent:MultiHeadLatentAttention",
     "delta_rule": "recurrence:DeltaRule",
+    "dplr_delta_rule": "recurrence:DPLRDeltaRule",
     "gated_delta_rule": "recurrence:GatedDeltaRule",
     "gated_linear_attention": "recurrence:GatedLinearAttention",
     "kernel_delta_attention": "recurrence:KernelDeltaAttention",
     "lightning_attention": "recurrence:LightningAttention",
     "linear_attention": "recurrence:LinearAttention",
+    "rwkv7": "recurrence:RWKV7",
     "state_space_v1": "selective_scan:StateSpaceV1",
     "state_space_v2": "recurrence:StateSpaceV2",
 }

@@ -269,6 +269,26 @@ def delta_rule(
     config: Any | None = None,
 ) -> tuple[Float[Array, '*B T R V'], Float[Array, '... H D V']]: ...
 
+def dplr_delta_rule(
+    q: Float[AnyArray, '*B T H D'],
+    k: Float[AnyArray, '*B T H D'],
+    v: Float[AnyArray, '*B T H V'],
+    a: Float[AnyArray, '*B T H D'],
+    b: Float[AnyArray, '*B T H D'],
+    g: Float[AnyArray, '*B T H D'],
+    *,
+    initial_state: Float[AnyArray, '... H D V'] | None = None,
+    cu_seqlens: Int[Numbers, ' N+1'] | None = None,
+    segment_ids: Int[Numbers, '*B T'] | None = None,
+    state_indices: Int[Numbers, ' B'] | None = None,
+    scale: float | None = None,
+    reverse: bool = False,
+    sequence_axis: str | None = None,
+    state_dtype: DTypeLike | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> tuple[Float[Array, '*B T R V'], Float[Array, '... H D V']]: ...
+
 @overload
 def flash_attention(
     q: Q,
@@ -391,6 +411,7 @@ def gated_linear_attention(
     v: Float[AnyArray, '*B T H V'],
     g: Float[AnyArray, '*B T H D'],
     *,
+    bonus: Float[AnyArray, 'H D'] | None = None,
     initial_state: Float[AnyArray, '... H D V'] | None = None,
     cu_seqlens: Int[Numbers, ' N+1'] | None = None,
     segment_ids: Int[Numbers, '*B T'] | None = None,
@@ -1103,6 +1124,25 @@ def rotary_heads(
     platform: PlatformLike | None = None,
     config: Any | None = None,
 ) -> tuple[Float[Array, '*B T H D'], Float[Array, '*B T K D']]: ...
+
+def rwkv7(
+    r: Float[AnyArray, '*B T H D'],
+    w: Float[AnyArray, '*B T H D'],
+    k: Float[AnyArray, '*B T H D'],
+    v: Float[AnyArray, '*B T H V'],
+    kappa: Float[AnyArray, '*B T H D'],
+    eta: Float[AnyArray, '*B T H D'],
+    *,
+    initial_state: Float[AnyArray, '... H D V'] | None = None,
+    cu_seqlens: Int[Numbers, ' N+1'] | None = None,
+    segment_ids: Int[Numbers, '*B T'] | None = None,
+    state_indices: Int[Numbers, ' B'] | None = None,
+    reverse: bool = False,
+    sequence_axis: str | None = None,
+    state_dtype: DTypeLike | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> tuple[Float[Array, '*B T R V'], Float[Array, '... H D V']]: ...
 
 @overload
 def scaled_dot_product_attention(

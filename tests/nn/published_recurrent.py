@@ -167,6 +167,71 @@ def kimi(w, x, *, heads, v_heads=None, eps=1e-5, lower_bound=None, doubled=False
     return linear(w, "o_proj", out.reshape(len(x), -1)), state
 
 
+def shifted(x):
+    """What the token before differs by."""
+    return np.concatenate([np.zeros_like(x[:1]), x[:-1]]) - x
+
+
+def group_norm(w, name, x, heads, eps):
+    parts = x.reshape(len(x), heads, -1)
+    centred = parts - parts.mean(-1, keepdims=True)
+    normed = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps)
+    return normed.reshape(x.shape) * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+
+def low_rank(w, name, x, activation=lambda x: x):
+    return linear(w, f"{name}.lora.2", activation(linear(w, f"{name}.lora.0", x)))
+
+
+def rwkv7(w, x, *, heads, eps, v_first=None):
+    """RWKV-7's time mix."""
+    delta = shifted(x)
+    r, wx, k, of_v, a, g = (x + delta * weight for weight in w["x_mix"])
+    r, k, v = (linear(w, f"{name}_proj", part) for name, part in (("r", r), ("k", k), ("v", of_v)))
+    decay = np.exp(-np.exp(-0.5) * sigmoid(low_rank(w, "w_lora", wx, np.tanh)))
+    eta, gate = sigmoid(low_rank(w, "a_lora", a)), low_rank(w, "g_lora", g, sigmoid)
+    if v_first is not None:
+        mix = sigmoid(low_rank(w, "v_lora", of_v))
+        v = v + (v_first - v) * mix
+    split = lambda y: y.reshape(len(x), heads, -1)
+    kappa = split(k * w["k_k"])
+    kappa = kappa / np.linalg.norm(kappa, axis=-1, keepdims=True)
+    k = k * (1 + (eta - 1) * w["k_a"])
+    r, decay, k, v, eta = map(split, (r, decay, k, v, eta))
+    state, rows = np.zeros((heads, k.shape[-1], v.shape[-1])), []
+    for t in range(len(x)):
+        removed = np.einsum("hdv,hd->hv", state, kappa[t])
+        state = decay[t][..., None] * state - (kappa[t] * eta[t])[..., None] * removed[:, None]
+        state = state + np.einsum("hd,hv->hdv", k[t], v[t])
+        rows.append(np.einsum("hdv,hd->hv", state, r[t]))
+    out = group_norm(w, "g_norm", np.stack(rows).reshape(len(x), -1), heads, eps)
+    again = np.sum(r * k * w["r_k"], -1, keepdims=True) * v
+    return linear(w, "o_proj", (out + again.reshape(out.shape)) * gate), state
+
+
+def rwkv7_channels(w, x):
+    """RWKV-7's channel mix; the state is the last token."""
+    return linear(w, "value", np.maximum(linear(w, "key", x + shifted(x) * w["x_k"]), 0) ** 2), x[-1:]
+
+
+def rwkv6(w, x, *, heads, eps):
+    """RWKV-6's time mix."""
+    delta = shifted(x)
+    inner = np.tanh(linear(w, "x_down", x + delta * w["x_mu"])).reshape(len(x), 5, -1)
+    mixes = np.einsum("tnr,nre->tne", inner, w["x_up"]) + w["x_bias"]
+    r, wx, k, v, g = (x + delta * mixes[:, n] for n in range(5))
+    r, k, v, gate = (linear(w, f"{name}_proj", part) for name, part in zip("rkvg", (r, k, v, g)))
+    decay = np.exp(-np.exp(low_rank(w, "w_lora", wx, np.tanh)))
+    r, decay, k, v = (part.reshape(len(x), heads, -1) for part in (r, decay, k, v))
+    state, rows = np.zeros((heads, k.shape[-1], v.shape[-1])), []
+    for t in range(len(x)):
+        new = np.einsum("hd,hv->hdv", k[t], v[t])
+        rows.append(np.einsum("hdv,hd->hv", state + w["bonus"][..., None] * new, r[t]))
+        state = decay[t][..., None] * state + new
+    out = group_norm(w, "g_norm", np.stack(rows).reshape(len(x), -1), heads, eps)
+    return linear(w, "o_proj", out * silu(gate)), state
+
+
 def qwen3_next(w, x, *, k_heads, v_heads, head_dim, v_head_dim, eps=1e-6):
     """Qwen3-Next's gated delta net: the rows of its projections are those of the first key head, then the second's."""
     shared, count = v_heads // k_heads, len(x)

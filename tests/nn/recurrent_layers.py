@@ -33,6 +33,10 @@ _MAMBA2_KNOWN = {"head_dim": 12, "groups": 2, "size": 6}
 _MAMBA2_OPTIONS = {"head_dim": 12, "num_groups": 2, "state_size": 6}
 _SWISH = {"g_norm.weight": "g_norm_swish_gate.weight"}
 
+_RANKS = {"decay_low_rank_dim": 3, "a_low_rank_dim": 5, "v_low_rank_dim": 7, "gate_low_rank_dim": 4}
+_PARTS = (("down.weight", "lora.0.weight"), ("up.weight", "lora.2.weight"), ("up.bias", "lora.2.bias"))
+_LOW_RANK = {f"{name}_lora.{ours}": f"{name}_lora.{theirs}" for name in "wavg" for ours, theirs in _PARTS}
+
 LAYERS = {
     "mamba": _case(nn.Mamba1Mixer, {"state_size": 4}, published.mamba, {}),
     "mamba2": _case(nn.Mamba2Mixer, _MAMBA2_OPTIONS, published.mamba2, _MAMBA2_KNOWN),
@@ -52,8 +56,25 @@ LAYERS = {
         published.qwen3_next,
         {"k_heads": 2, "v_heads": 4, "head_dim": 8, "v_head_dim": 6},
     ),
+    "rwkv6": _case(
+        nn.RWKV6TimeMix,
+        {"num_heads": 2, "expand_k": 0.5, "proj_low_rank_dim": 3, "gate_low_rank_dim": 5},
+        published.rwkv6,
+        {"heads": 2, "eps": 64e-5},
+        _LOW_RANK,
+    ),
+    "rwkv7": _case(
+        nn.RWKV7TimeMix,
+        {"head_dim": 12, "v_head_dim": 6, "value_residual": False, "norm_eps": 1e-4, **_RANKS},
+        published.rwkv7,
+        {"heads": 2, "eps": 1e-4},
+        _LOW_RANK,
+    ),
+    "rwkv7 channels": _case(nn.RWKV7ChannelMix, {"inner_dim": 40}, published.rwkv7_channels, {}),
     "lfm2": _case(nn.GatedShortConvolution, {}, published.short_convolution, {}),
 }
+RESIDUAL = functools.partial(nn.RWKV7TimeMix, EMBED, head_dim=12, v_head_dim=6, norm_eps=1e-4, **_RANKS)
+"""A layer of RWKV-7 after the first, which takes its values."""
 VARIANTS = {
     "falcon-mamba, biases": _case(
         nn.Mamba1Mixer,
@@ -133,10 +154,9 @@ def build(name: str, dtype=jnp.float32, seed: int = 0, platform=None) -> nn.Recu
         wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
         return jnp.asarray(value, dtype if leaf.dtype == jnp.float16 else wide)
 
+    make = RESIDUAL if name == "rwkv7 residual" else (LAYERS | VARIANTS)[name].build
     # In float16 the parameters that stay wide can be told from those that do not.
-    like = eqx.filter_eval_shape(
-        lambda: (LAYERS | VARIANTS)[name].build(key=jax.random.key(0), dtype=jnp.float16, platform=platform)
-    )
+    like = eqx.filter_eval_shape(lambda: make(key=jax.random.key(0), dtype=jnp.float16, platform=platform))
     arrays, rest = eqx.partition(like, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     return eqx.combine(jax.tree_util.tree_map_with_path(weight, arrays), rest)
 

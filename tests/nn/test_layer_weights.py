@@ -25,6 +25,9 @@ LINEARS = {
     "lightning": "qkv_proj output_gate out_proj".split(),
     "kimi": "q_proj k_proj v_proj f_a_proj f_b_proj b_proj g_a_proj g_b_proj o_proj".split(),
     "qwen3-next": "in_proj_qkvz in_proj_ba out_proj".split(),
+    "rwkv6": "x_down r_proj k_proj v_proj g_proj w_lora.down w_lora.up o_proj".split(),
+    "rwkv7": "r_proj k_proj v_proj o_proj w_lora.down w_lora.up a_lora.down a_lora.up g_lora.down g_lora.up".split(),
+    "rwkv7 channels": "key value".split(),
 }
 RANK = 2
 
@@ -64,7 +67,9 @@ def _linears(layer, name):
     def at(path):
         head, *rest = path.split(".")
         found = getattr(layer, head)
-        return found[int(rest[0])] if rest else found
+        if not rest:
+            return found
+        return found[int(rest[0])] if rest[0].isdigit() else getattr(found, rest[0])
 
     return [at(path) for path in LINEARS[name]]
 

@@ -26,7 +26,8 @@ ROLLING, EXPANDED = "attention, a norm of all heads, a rolling cache", "latent a
 MEMBERS = ("attention", "lstm", "mamba2")
 BY_TYPES, AUTOMATIC = ("explicit without context", "both"), ("automatic", "both")
 CASES = [(name, *AUTOMATIC, "xla") for name in (*LAYERS, ROLLING, EXPANDED)]
-CASES += [(name, *BY_TYPES, INTERPRET) for name in (*LAYERS, ROLLING)]
+ON_XLA = ("rwkv6", "rwkv7")  # whose recurrences have no other platform
+CASES += [(name, *BY_TYPES, "xla" if name in ON_XLA else INTERPRET) for name in (*LAYERS, ROLLING)]
 CASES += [(name, "explicit", layout, "xla") for name in MEMBERS for layout in ("data", "tensor")]
 DEFAULT = [("attention", *BY_TYPES, INTERPRET), ("lightning", *BY_TYPES, INTERPRET)]
 

@@ -24,11 +24,15 @@ LAYERS: dict[str, Any] = {
     "gated delta": functools.partial(ejx.nn.GatedDeltaNet, 8, num_k_heads=1, num_v_heads=2, **DIMS),
     "mamba1": functools.partial(ejx.nn.Mamba1Mixer, 8, state_size=4),
     "mamba2": functools.partial(ejx.nn.Mamba2Mixer, 8, state_size=4, head_dim=4),
+    "rwkv6": functools.partial(ejx.nn.RWKV6TimeMix, 8, num_heads=2),
+    "rwkv7": functools.partial(ejx.nn.RWKV7TimeMix, 8, head_dim=4, value_residual=False),
+    "rwkv7 channels": functools.partial(ejx.nn.RWKV7ChannelMix, 8),
 }
 
 
 # Every layer, by turns on interpreted Triton, which stands for the kernels of GPUs.
-CASES = [(name, INTERPRET if n % 2 else "xla") for n, name in enumerate(LAYERS)]
+ON_XLA = ("rwkv6", "rwkv7")  # whose recurrences have no other platform
+CASES = [(name, INTERPRET if n % 2 and name not in ON_XLA else "xla") for n, name in enumerate(LAYERS)]
 
 
 @pytest.mark.parametrize(

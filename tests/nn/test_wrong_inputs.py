@@ -197,6 +197,8 @@ MAKE: dict[str, tuple[Any, dict[str, Any]]] = {
     "lightning": (nn.LightningAttention, {"num_heads": 4}),
     "kimi": (nn.KimiDeltaAttention, {"num_heads": 2, "head_dim": 8}),
     "qwen3-next": (nn.GatedDeltaNet, {"num_k_heads": 2, "head_dim": 8}),
+    "rwkv6": (nn.RWKV6TimeMix, {"num_heads": 2}),
+    "rwkv7": (nn.RWKV7TimeMix, {"head_dim": 8}),
 }
 NO_SIZES = (0, -1, 2.5, "16", None, True)
 NO_DTYPES = (jnp.int8, "floatish", jnp.complex64, jnp.float8_e4m3fn)
@@ -274,6 +276,18 @@ OPTIONS: dict[str, list[tuple[str, tuple[Any, ...]]]] = {
         ("num_v_heads head_dim v_head_dim conv_width", SIZE),
         ("allow_neg_eigval", FLAG),
         ("norm_eps", EPS),
+    ],
+    "rwkv6": [
+        ("num_heads", (*SIZE, None)),
+        ("expand_k expand_v", FACTOR),
+        ("proj_low_rank_dim gate_low_rank_dim", SIZE),
+        ("norm_eps", EPS),
+    ],
+    "rwkv7": [
+        ("head_dim", (*SIZE, 5)),
+        ("v_head_dim decay_low_rank_dim a_low_rank_dim v_low_rank_dim gate_low_rank_dim", SIZE),
+        ("value_residual", FLAG),
+        ("norm_eps", (-1.0, "small")),
     ],
 }
 

@@ -61,12 +61,14 @@ class Case:
     packing: str | None = None
     initial_state: bool = False
     skip: bool = False
+    rank_one: float | None = None  # directions of length 1 that are read, and this part of them written
+    before: bool = False
     state_dtype: str = "float32"
     dtype: str = "float32"
 
     @property
     def spec(self) -> RecurrenceSpec:
-        return RecurrenceSpec(self.D**-0.5, self.decay, self.delta, self.state_dtype)
+        return RecurrenceSpec(self.D**-0.5, self.decay, self.delta, self.state_dtype, before=self.before)
 
 
 class Result(NamedTuple):
@@ -94,6 +96,10 @@ def make(case: Case, seed: int = 0) -> tuple[RecurrenceArrays, RecurrenceSpec]:
     arrays = RecurrenceArrays(
         *(cast(x, case.dtype) for x in (q, k, v)), g=cast(g, wide), beta=cast(beta, wide)
     )
+    if case.rank_one is not None:
+        a, eta = _keys(case, rng), rng.uniform(0, 1, (*rows, case.Hg, case.D))
+        b = case.rank_one * np.repeat(a, case.Hg // case.Hk, 2) * eta
+        arrays = arrays._replace(a=cast(-a, case.dtype), b=cast(b, case.dtype))
     state_heads = heads_of(arrays, case.spec).state
     if case.skip:
         arrays = arrays._replace(skip=cast(rng.standard_normal((case.B, state_heads, case.V)), wide))
@@ -237,7 +243,7 @@ def assert_agrees(
     for name, x in actual.grads.items():
         assert x.shape == getattr(arrays, name).shape and x.dtype == getattr(arrays, name).dtype, name
         dtype = states if name == "initial_state" else case.dtype
-        if name in ("q", "k", "v", "beta") or (name == "g" and case.decay != CONSTANT):
+        if name in ("q", "k", "v", "beta", "a", "b") or (name == "g" and case.decay != CONSTANT):
             x = np.asarray(x)
             x = np.where(seen.reshape(*seen.shape[:2], *(1,) * (x.ndim - 2)), x, np.zeros((), x.dtype))
         scale = (scales or {}).get(name)
@@ -367,9 +373,28 @@ EMPTY = (
     Case(name="no-tokens-packed", T=0, B=1, decay=KEY, packing="offsets", initial_state=True),
     Case(name="no-tokens-no-state", T=0, delta=True),
 )
+_RANK_ONE: dict[str, Any] = dict(decay=KEY, rank_one=1.0)
+RANK_ONE = (
+    Case(name="dplr", dtype="bfloat16", initial_state=True, **_RANK_ONE),
+    Case("dplr-heads", T=131, Hq=4, Hk=1, Hv=4, Hg=2, packing="segments", initial_state=True, **_RANK_ONE),
+    Case("dplr-offsets", B=1, T=63, V=48, packing="offsets", initial_state=True, **_RANK_ONE),
+    Case("dplr-correlated", T=131, D=64, V=64, keys="correlated", decay=KEY, rank_one=2.0),
+    Case("dplr-mixed", T=131, log_decays="mixed", keys="correlated", **_RANK_ONE),
+    Case("dplr-strong", T=131, log_decays=-50.0, **_RANK_ONE),
+    Case("dplr-closed", initial_state=True, **_RANK_ONE, **_CLOSED),
+    Case("dplr-skip", skip=True, beta=1.0, decay=SCALAR, rank_one=1.0, packing="many"),
+    Case("iplr", rank_one=1.0, initial_state=True, packing="segments", state_dtype="bfloat16"),
+    Case("dplr-value", T=21, decay=VALUE, rank_one=1.0, packing="segments"),
+    Case("gla-before", T=131, decay=KEY, before=True, Hq=4, packing="segments", initial_state=True),
+    Case("gla-before-mixed", decay=KEY, before=True, log_decays="mixed", initial_state=True),
+    Case("linear-before", before=True, packing="offsets", initial_state=True),
+    Case("kda-before", decay=KEY, delta=True, beta=1.0, before=True),
+    Case("dplr-before", before=True, initial_state=True, **_RANK_ONE),
+)
+"""Transitions of rank one, and outputs that read the state before their token: what XLA alone computes."""
 PAIRWISE = _pairwise()
 CASES = [*MEMBERS, *HARD, *PAIRWISE]
-NAMED = {case.name: case for case in (*CASES, *CLOSED, *EMPTY)}
+NAMED = {case.name: case for case in (*CASES, *CLOSED, *EMPTY, *RANK_ONE)}
 
 
 def with_every_option() -> list[Case]:

@@ -11,7 +11,19 @@ import jax.numpy as jnp
 
 
 def recurrence(
-    q, k, v, ids, state, *, decay: Any = None, beta: Any = None, scale: Any = None, delta=False, heads
+    q,
+    k,
+    v,
+    ids,
+    state,
+    *,
+    decay: Any = None,
+    beta: Any = None,
+    scale: Any = None,
+    delta=False,
+    ab: Any = None,
+    bonus: Any = None,
+    heads,
 ):
     """`out [T, R, V]` and the last state. `decay` has the shape `[T, heads, D or 1, V or 1]`."""
     out_heads = max(heads, q.shape[1])
@@ -20,21 +32,28 @@ def recurrence(
     decay = jnp.broadcast_to(decay, (len(ids), *decay.shape[1:]))
     beta = jnp.ones((len(ids), heads)) if beta is None else grouped(beta, heads)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    ab = None if ab is None else tuple(grouped(x, heads) for x in ab)
+    spread = lambda x: jnp.repeat(x, out_heads // heads, axis=0)
+    bonus = None if bonus is None else grouped(bonus[None], out_heads)[0]
 
     def token(carry, x):
         state, latest = carry
-        q, k, v, decay, beta, ident = x
+        q, k, v, decay, beta, ab, ident = x
         real = ident >= 0
         carried = jnp.where(real & (latest >= 0) & (ident != latest), 0.0, state)
         new = carried * decay
         written = v - (new * k[:, :, None]).sum(1) if delta else v
         new = new + beta[:, None, None] * k[:, :, None] * written[:, None, :]
+        if ab is not None:
+            new = new + ab[1][:, :, None] * (carried * ab[0][:, :, None]).sum(1)[:, None, :]
         state = jnp.where(real, new, state)
-        read = jnp.repeat(state, out_heads // heads, axis=0)
+        read = spread(state)
+        if bonus is not None:
+            read = spread(carried) + bonus[:, :, None] * spread(k[:, :, None] * v[:, None, :])
         out = jnp.where(real, scale * (read * q[:, :, None]).sum(1), 0.0)
         return (state, jnp.where(real, ident, latest)), out
 
-    (state, _), out = jax.lax.scan(token, (state, jnp.int32(-1)), (q, k, v, decay, beta, ids))
+    (state, _), out = jax.lax.scan(token, (state, jnp.int32(-1)), (q, k, v, decay, beta, ab, ids))
     return out, state
 
 
@@ -74,8 +93,19 @@ def linear(scale=None, normalize=False):
     return formula
 
 
-def gated_linear(ids, state, q, k, v, g):
-    return linear()(ids, state, q, k, v, gk=g)
+def gated_linear(ids, state, q, k, v, g, bonus=None, scale=None):
+    decay = jnp.exp(g)[..., None]
+    return recurrence(q, k, v, ids, state, decay=decay, scale=scale, bonus=bonus, heads=state.shape[0])
+
+
+def dplr(ids, state, q, k, v, a, b, g, scale: Any = None):
+    decay = jnp.exp(g)[..., None]
+    return recurrence(q, k, v, ids, state, decay=decay, ab=(a, b), scale=scale, heads=state.shape[0])
+
+
+def rwkv7(ids, state, r, w, k, v, kappa, eta):
+    g = -jnp.exp(-0.5) / (1 + jnp.exp(-w))
+    return dplr(ids, state, r, k, v, -kappa, kappa * eta, g, scale=1.0)
 
 
 def lightning(rule=None, layer=0, layers=1, scale=None):

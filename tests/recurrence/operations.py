@@ -1,6 +1,7 @@
 """The cases that the tests of the operations share: a module, its arguments, and its formula."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ CONFIG = xla.XlaConfig(4)
 
 H, D, V = 4, 6, 5
 PER_TOKEN = ("q", "k", "v", "g", "gk", "gv", "beta", "x", "dt", "B", "C", "z")
+PER_TOKEN += ("a", "b", "r", "w", "kappa", "eta")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +42,8 @@ class Case:
     def _value(self, name: str, x: np.ndarray) -> np.ndarray:
         if name in ("g", "gk", "gv", "g_gamma", "A") and self.options.get("gate", "log") == "log":
             return -np.abs(x)
+        # Transitions of rank one that let the state grow would make all results large.
+        x = 0.4 * x if name in ("a", "b", "kappa") else x
         return np.abs(x) if name in ("slopes", "dt") or self.normalized else x
 
     @property
@@ -112,6 +116,28 @@ CASES = {
     "gated linear": Case(
         ejx.GatedLinearAttention, {}, _QKV | {"g": (H, D)}, (H, D, V), formulas.gated_linear
     ),
+    "gated linear bonus": Case(
+        ejx.GatedLinearAttention,
+        dict(scale=0.6),
+        _QKV | {"g": (2, D), "bonus": (H, D)},
+        (2, D, V),
+        functools.partial(formulas.gated_linear, scale=0.6),
+        ("bonus",),
+    ),
+    "dplr": Case(
+        ejx.DPLRDeltaRule,
+        {},
+        _QKV | {"a": (1, D), "b": (2, D), "g": (2, D)},
+        (2, D, V),
+        formulas.dplr,
+    ),
+    "rwkv7": Case(
+        ejx.RWKV7,
+        {},
+        {"r": (2, D), "w": (2, D), "k": (2, D), "v": (H, V), "kappa": (2, D), "eta": (2, D)},
+        (H, D, V),
+        formulas.rwkv7,
+    ),
     "lightning minimax": _lightning("minimax", scale=1.0),
     "lightning fla": _lightning("fla"),
     "lightning given": Case(
@@ -143,7 +169,9 @@ FULL = [
     "linear normalized",
     "linear constant",
     "linear value",
-    "gated linear",
+    "gated linear bonus",
+    "dplr",
+    "rwkv7",
     "lightning given",
     "kernel delta softplus",
     "gated delta bounded",

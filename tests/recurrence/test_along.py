@@ -65,6 +65,18 @@ CASES: dict[str, Any] = {
         QKV | {"v": normal(2, 2, T, 4, V), "g": decay(10, 2, T, 2), "beta": BETA},
         True,
     ),
+    "gla, bonus": (
+        ejx.GatedLinearAttention,
+        {"bonus": normal(21, 4, D)},
+        QKV | {"g": decay(13, 2, T, 2, D), "initial_state": STATE},
+        True,
+    ),
+    "dplr": (
+        ejx.DPLRDeltaRule,
+        {},
+        QKV | {"a": keys(22, 2), "b": -0.7 * keys(22, 2), "g": decay(13, 2, T, 2, D), "initial_state": STATE},
+        True,
+    ),
     "kda": (
         functools.partial(ejx.KernelDeltaAttention, use_qk_l2norm=True),
         {},

@@ -2,11 +2,14 @@
 
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
 
 import ejkernel_eqx as ejx
+from ejkernel_eqx.recurrence.arguments import frame_of, Operands
+from ejkernel_eqx.recurrence.operation import plan_of, register, run
 from tests.recurrence.operations import CASES, xla
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -20,7 +23,7 @@ x, dt, A, B = f32(2, T, 4, 5), f32(2, T, 4), f32(4), f32(2, T, 2, 6)
 no_array: Any = [1.0]
 nothing: Any = None
 other: Any = "another"
-linear, gla = ejx.LinearAttention(), ejx.GatedLinearAttention()
+linear, gla, dplr = ejx.LinearAttention(), ejx.GatedLinearAttention(), ejx.DPLRDeltaRule()
 mean = ejx.LinearAttention(normalize=True)
 kda, soft = ejx.KernelDeltaAttention(), ejx.KernelDeltaAttention(gate="softplus")
 gated, ssd = ejx.GatedDeltaRule(gate="softplus"), ejx.StateSpaceV2()
@@ -52,6 +55,25 @@ CALLS = {
     "decay of a token": (lambda: linear(q, k, v, g_gamma=scalar), r"g_gamma: expected shape \[H\]"),
     "values' decay": (lambda: linear(q, k, v, gv=key), r"gv: expected shape \[2, 3, H, 5\]"),
     "a mean decays": (lambda: mean(q, k, v, g=scalar), "normalize: expected no decay with normalize=True"),
+    "readers": (lambda: dplr(q, k, v, key[..., :1], key, key), r"a: expected shape \[2, 3, H, 6\]"),
+    "writers": (
+        lambda: dplr(q, k, v, key, key.astype(jnp.bfloat16), key),
+        "b: expected the dtype of the first operand",
+    ),
+    "heads of readers": (
+        lambda: dplr(q, k, v, f32(2, T, 3, 6), key, -key),
+        "b: expected a head count that divides the largest",
+    ),
+    "bonus": (lambda: gla(q, k, v, -key, bonus=f32(2, 5)), r"bonus: expected shape \[H, 6\]"),
+    "heads of the bonus": (
+        lambda: gla(q, k, v, -key, bonus=f32(3, 6)),
+        "bonus: expected a head count that divides",
+    ),
+    "rates": (lambda: ejx.RWKV7()(k, key, k, v, k, key[..., :1, :]), r"eta: expected shape \[2, 3, 2, 6\]"),
+    "removal keys": (
+        lambda: ejx.RWKV7()(k, key, k, v, k.astype(jnp.bfloat16), key),
+        "kappa: expected the dtype of the first operand",
+    ),
     "no pair": (lambda: mean(q, k, v, initial_state=state), r"initial_state: expected a pair \(S, z\)"),
     "no pair to step": (
         lambda: mean.step(q[:, 0], k[:, 0], v[:, 0], state),
@@ -135,12 +157,13 @@ GROWING = {
     "g_gamma": lambda g: linear(q, k, v, g_gamma=g[0, 1, :, 0]),
     "channels": lambda g: kda(q, k, v, g, scalar),
     "gated": lambda g: gla(q, k, v, g),
+    "rank one": lambda g: dplr(q, k, v, k, k, g),
 }
 
 
 @pytest.mark.parametrize("name", GROWING)
 def test_known_decays_that_grow_are_refused(name):
-    argument = "g" if name in ("channels", "gated") else name
+    argument = "g" if name in ("channels", "gated", "rank one") else name
     with pytest.raises(ValueError, match=f"{argument}: expected log-decays of at most 0, received 0.25"):
         GROWING[name](jnp.full_like(k, -1.0).at[0, 1].set(0.25))
 
@@ -183,10 +206,37 @@ def test_options_that_do_not_fit(build, message):
         build()
 
 
-def test_decays_of_values_are_no_work_for_triton():
-    pytest.importorskip("triton")
-    with pytest.raises(ejx.UnsupportedError, match="triton-interpret"):
-        jax.eval_shape(lambda: ejx.LinearAttention(platform="triton-interpret")(q, k, v, gv=v))
+class Own(ejx.Kernel):
+    """An operation of a user's own, with transitions of rank one."""
+
+    operation = "tests.rank_one"
+    plan: ejx.Plan = eqx.field(static=True)
+
+    def __init__(self, platform):
+        self.plan = plan_of(Own, self, platform, None, None)
+
+    def __call__(self, q, k, v):
+        frame = frame_of(q, "q", "H D", None, None, False)
+        return run(self.plan, frame, Operands(q, k, v, 1.0, a=k, b=k), None, None)
+
+
+register("tests.rank_one")
+ON_XLA = {
+    "does not support a decay per value channel": lambda p: ejx.LinearAttention(platform=p)(q, k, v, gv=v),
+    "read the state before their token": lambda p: ejx.GatedLinearAttention(platform=p)(
+        q, k, v, -k * k, bonus=k[0, 0]
+    ),
+    "transitions of rank one": lambda p: Own(p)(q, k, v),
+}
+
+
+@pytest.mark.parametrize("platform", ["triton-interpret", "pallas-interpret"])
+@pytest.mark.parametrize("reason", ON_XLA)
+def test_what_is_no_work_for_kernels(reason, platform):
+    if "triton" in platform:
+        pytest.importorskip("triton")
+    with pytest.raises(ejx.UnsupportedError, match=f"{platform}': .*{reason}"):
+        jax.eval_shape(lambda: ON_XLA[reason](platform))
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

@@ -283,7 +283,7 @@ def test_no_token_leaves_the_state(case):
 
 
 @pytest.mark.slow
-@cases("linear constant", "kernel delta softplus", "state space group norm")
+@cases("linear constant", "kernel delta softplus", "dplr", "state space group norm")
 def test_vmap_with_shared_arguments(case):
     """A mapped axis is a leading one, whichever arguments have it; what is not mapped takes the sum of gradients."""
     module = case.module()

@@ -33,6 +33,7 @@ def loops(arrays: cases.RecurrenceArrays, spec: cases.RecurrenceSpec) -> tuple[n
             for t in range(length):
                 if a.starts is not None and a.starts[b, t] == t:
                     state[:] = 0
+                before = state.copy()
                 if spec.decay == CONSTANT:
                     state *= np.exp(a.g[b, head(a.g, s, -1)])
                 elif spec.decay == SCALAR:
@@ -44,10 +45,12 @@ def loops(arrays: cases.RecurrenceArrays, spec: cases.RecurrenceSpec) -> tuple[n
                 write = v - k @ state if spec.delta else v
                 strength = 1.0 if a.beta is None else a.beta[b, t, head(a.beta, s, -1)]
                 state += strength * np.outer(k, write)
+                if a.a is not None and a.b is not None:
+                    state += np.outer(a.b[b, t, head(a.b, s)], a.a[b, t, head(a.a, s)] @ before)
                 for r in range(heads.out):
                     if r * heads.state // heads.out == s:
                         q = a.q[b, t, r * a.q.shape[-2] // heads.out]
-                        out[b, t, r] = spec.scale * q @ state
+                        out[b, t, r] = spec.scale * q @ (before if spec.before else state)
                         if a.skip is not None:
                             out[b, t, r] += a.skip[b, s] * v
             final[b, s] = state
@@ -55,10 +58,12 @@ def loops(arrays: cases.RecurrenceArrays, spec: cases.RecurrenceSpec) -> tuple[n
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("case", MEMBERS, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [*MEMBERS, cases.NAMED["dplr-heads"], cases.NAMED["gla-before"]], ids=lambda case: case.name
+)
 def test_agrees_with_loops(case, enable_x64):
     heads = {} if case.skip else HEADS
-    case = dataclasses.replace(case, T=9, V=5, packing="segments", **heads, **WIDE)
+    case = dataclasses.replace(case, T=9, V=5, **(heads | WIDE | {"packing": "segments"}))
     arrays, spec = make(case)
     out, state = reference.recur(arrays, spec)
     expected_out, expected_state = loops(arrays, spec)

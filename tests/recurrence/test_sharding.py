@@ -97,6 +97,8 @@ OTHERS = [
     *(("linear constant", *of) for of in (("triton", "explicit"), ("opaque", "automatic"))),
     *(("state space norm", *of) for of in (("triton", "explicit"), ("opaque", "automatic"))),
     *(("kernel delta", *of) for of in (("triton", "explicit"), ("opaque", "automatic"))),
+    *(("dplr", *of) for of in (("xla", "explicit"), ("opaque", "automatic"))),
+    ("gated linear bonus", "xla", "explicit"),
 ]
 
 

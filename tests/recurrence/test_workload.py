@@ -19,6 +19,8 @@ OPERATIONS = (
     "kernel_delta_attention",
     "gated_delta_rule",
     "delta_rule",
+    "dplr_delta_rule",
+    "rwkv7",
     "state_space_v2",
 )
 OPTIONS: tuple[dict[str, Any], ...] = (
@@ -61,6 +63,8 @@ def test_step_inputs_are_of_their_problem(operation, slots):
         ("gated_linear_attention", OPTIONS[1]),
         ("kernel_delta_attention", {"initial_state": True}),
         ("state_space_v2", OPTIONS[2]),
+        ("rwkv7", OPTIONS[1]),
+        ("gated_linear_attention", OPTIONS[1] | {"before": True}),
         ("lightning_attention", {}),
         ("gated_delta_rule", {"step": True, "slots": True}),
     ],

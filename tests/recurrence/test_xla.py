@@ -23,6 +23,7 @@ from tests.recurrence.cases import (
     KEY,
     make,
     NAMED,
+    RANK_ONE,
     run_reference,
     SCALAR,
     VALUE,
@@ -65,6 +66,12 @@ def test_agrees_with_reference(case, size):
 @pytest.mark.parametrize("case", [*CLOSED, *EMPTY], ids=lambda case: case.name)
 def test_closed_gates_and_no_tokens(case):
     check(case, 16)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("case", RANK_ONE, ids=lambda case: case.name)
+def test_rank_one_and_reads_before(case):
+    check(case, 32)
 
 
 def test_no_sequences():

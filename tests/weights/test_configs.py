@@ -42,6 +42,16 @@ _KDA = {"full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "head_dim": 128, "num_he
 _KDA |= {"kda_layers": [i for i in range(1, 27) if i % 4], "short_conv_kernel_size": 4}
 KIMI = config_of("kimi_linear", 2304, 32, 32, 27, rms_norm_eps=1e-5, linear_attn_config=_KDA)
 GLA = {"model_type": "gla", "num_heads": 4, "norm_eps": 1e-5}
+RWKV7 = {
+    "model_type": "rwkv7",
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "head_dim": 64,
+    "hidden_ratio": 4.0,
+}
+RWKV7 |= {"decay_low_rank_dim": 64, "a_low_rank_dim": 64, "v_low_rank_dim": 32, "gate_low_rank_dim": 128}
+RWKV7 |= {"value_dim": [768] * 11 + [1536], "hidden_act": "sqrelu", "attn": None}
+RWKV6 = {"model_type": "rwkv6", "hidden_size": 768, "num_heads": 12, "expand_k": 1.0, "norm_eps": 64e-5}
 
 
 def rope(*args, **options):
@@ -98,6 +108,16 @@ def test_attention(name):
             {"embed_dim": 6144, "num_heads": 64, "head_dim": 128, "layer_index": 6, "num_layers": 80},
         ),
         (nn.KimiDeltaAttention, KIMI, 4, {"embed_dim": 2304, "num_heads": 32, "head_dim": 128}),
+        (nn.RWKV7TimeMix, RWKV7, 0, {"embed_dim": 768, "value_residual": False}),
+        (nn.RWKV7TimeMix, RWKV7, 11, {"embed_dim": 768, "v_head_dim": 128}),
+        (nn.RWKV7ChannelMix, RWKV7 | {"intermediate_size": 100}, 3, {"embed_dim": 768, "inner_dim": 100}),
+        (
+            nn.RWKV7ChannelMix,
+            {"model_type": "rwkv7", "hidden_size": 80},
+            3,
+            {"embed_dim": 80, "inner_dim": 320},
+        ),
+        (nn.RWKV6TimeMix, RWKV6, 0, {"embed_dim": 768, "num_heads": 12}),
         (
             *(nn.GatedDeltaNet, QWEN3_NEXT, 0),
             {"embed_dim": 2048, "num_k_heads": 16, "num_v_heads": 32, "head_dim": 128},

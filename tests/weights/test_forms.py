@@ -192,6 +192,72 @@ def test_kimi_delta_attention(use_bias):
     refused("'A_log'", "expected shape (2,), received (1, 1, 4, 1)", like=layer, given=wrong)
 
 
+def _renamed(given, **parts):
+    """With these parts of names replaced."""
+    for part, other in parts.items():
+        given = {name.replace(part, other): x for name, x in given.items()}
+    return given
+
+
+def _by_author(named, low):
+    """A projection of low rank by its author's names: the bias, and both matrices as `[in, out]`."""
+    parts = [named.get(f"{low}.{part}") for part in ("up.bias", "down.weight", "up.weight")]
+    return [x.T if x is not None and x.ndim == 2 else x for x in parts]
+
+
+_NAMES = {"r_proj": "receptance", "k_proj": "key", "v_proj": "value", "o_proj": "output", "g_norm": "ln_x"}
+
+
+@pytest.mark.parametrize("residual", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_rwkv7(residual):
+    ranks = {f"{name}_low_rank_dim": n for n, name in enumerate(("decay", "a", "v", "gate"), 2)}
+    layer = abstract(ejx.nn.RWKV7TimeMix, 8, head_dim=4, v_head_dim=2, value_residual=residual, **ranks)
+    named = published(layer)
+    low = {name: x for name, x in named.items() if "_lora" in name}
+    plain = {name: x for name, x in named.items() if name not in low and name != "x_mix"}
+    split = dict(zip((f"x_{name}" for name in "rwkvag"), named["x_mix"][:, None, None]))
+    fla = plain | _renamed(low, down="lora.0", up="lora.2")
+    author = _renamed(plain, **_NAMES) | split
+    author |= {name: plain[name][None, None] for name in ("k_k", "k_a")}
+    for name in "wavg":
+        pieces = zip(range(3), _by_author(named, f"{name}_lora"))
+        author |= {f"{name}{n}": x for n, x in pieces if x is not None}
+    if not residual:  # published, and not used
+        author |= {"v0": np.zeros((1, 1, 4), np.float32), "v1": np.zeros((8, 4), np.float32)}
+    forms = {"fla": fla | split, "first": fla | {"x_x": named["x_mix"]}, "author": author}
+    same(layer, named, **{name: under(form) for name, form in forms.items()})
+    wrong = fla | split | {"k_k": np.zeros((1, 2, 8), np.float32)}
+    refused("'k_k'", "expected shape (8,), received (1, 2, 8)", like=layer, given=wrong)
+
+
+def test_rwkv7_channels():
+    layer = abstract(ejx.nn.RWKV7ChannelMix, 8, inner_dim=6)
+    named = published(layer)
+    same(layer, named, author=under(named | {"x_k": named["x_k"][None, None]}))
+
+
+@pytest.mark.slow
+def test_rwkv6():
+    layer = abstract(ejx.nn.RWKV6TimeMix, 8, num_heads=2, proj_low_rank_dim=3, gate_low_rank_dim=5)
+    named = published(layer)
+    mixes = ("x_mu", "x_bias", "x_down.weight", "x_up")
+    plain = {name: x for name, x in named.items() if name not in mixes and "_lora" not in name}
+    fla = {name.replace("_proj", "_proj.linear") if name[0] != "o" else name: x for name, x in plain.items()}
+    low = {name: x for name, x in named.items() if "_lora" in name}
+    fla |= _renamed(low, w_lora="w_proj.linear", down="lora.0", up="lora.2")
+    fla |= {"x_bias": named["x_bias"], "x_proj.0.mu": named["x_mu"]}
+    fla["x_proj.0.linear.weight"] = named["x_down.weight"]
+    fla["x_proj.2.weight"] = named["x_up"].transpose(2, 0, 1).reshape(8, 15)
+    author = _renamed(plain, **_NAMES, g_proj="gate", bonus="time_faaaa")
+    order = [1, 2, 3, 0, 4]  # w, k, v, r, g
+    author |= {f"time_maa_{name}": x[None, None] for name, x in zip("rwkvg", named["x_bias"])}
+    author["time_maa_x"] = named["x_mu"][None, None]
+    author["time_maa_w1"] = named["x_down.weight"].reshape(5, 3, 8)[order].reshape(15, 8).T
+    author["time_maa_w2"] = named["x_up"][order]
+    author |= dict(zip(("time_decay", "time_decay_w1", "time_decay_w2"), _by_author(named, "w_lora")))
+    same(layer, named, fla=under(fla), author=under(author))
+
+
 def test_gated_delta_net():
     layer = abstract(ejx.nn.GatedDeltaNet, 8, num_k_heads=2, num_v_heads=4, head_dim=4, v_head_dim=6)
     named = published(layer)

@@ -41,6 +41,9 @@ from .recurrent import RecurrentLayer as RecurrentLayer
 from .recurrent import RecurrentState as RecurrentState
 from .rolling_cache import RollingKVCache as RollingKVCache
 from .rolling_cache import WindowKeys as WindowKeys
+from .rwkv6 import RWKV6TimeMix as RWKV6TimeMix
+from .rwkv7 import RWKV7ChannelMix as RWKV7ChannelMix
+from .rwkv7 import RWKV7TimeMix as RWKV7TimeMix
 from .short_convolution import ShortConvolution as ShortConvolution
 from .sparse_cache import PagedSparseCache as PagedSparseCache
 from .sparse_cache import SparseKVCache as SparseKVCache

@@ -54,8 +54,8 @@ class RecurrentLayer(Published):
     compute_dtype: eqx.AbstractVar[str | None]
 
     @abc.abstractmethod
-    def _mix(self, x: Array, rows: Rows) -> Array:
-        """The computation of the layer, on tokens with zeros at padding positions."""
+    def _mix(self, x: Array, rows: Rows) -> Any:
+        """The computation of the layer, on tokens with zeros at padding positions; the output, or several in a tuple."""
 
     @abc.abstractmethod
     def _kept(self) -> tuple[Sequence[ShortConvolution], tuple[int, ...]]:
@@ -194,18 +194,24 @@ class RecurrentLayer(Published):
         **Returns:** `y`, in the shape of `x` and the dtype of the computation; with a state, the tuple `(y, state)`. Raises `ValueError` for
         invalid arguments; values are checked when they are known (outside `jit`).
         """
-        tokens: Any = {"padding_mask": padding_mask, "segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
+        tokens = {"padding_mask": padding_mask, "segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
+        return self._called(x, state, batch, tokens, {})
+
+    def _called(self, x: Any, state: Any, batch: Any, tokens: Any, beside: dict[str, Array]) -> Any:
+        """A call. `beside`: other features of the tokens of `x`, by name."""
         with jax.named_scope(f"ejx.nn.{type(self).__name__}"):
-            if batch is not None:
+            if batch is None:
+                x = self._check(x, state, **tokens)
+            else:
                 x, state = self._check_ragged(x, state, batch, tokens)
-                return self._mix_ragged(self._cast(x), state, batch)
-            x = self._cast(self._check(x, state, **tokens))
+            x = x.astype(compute_dtype_of(self.compute_dtype, self._projections(), x))
+            beside = {name: other.astype(x.dtype) for name, other in beside.items()}
+            if batch is not None:
+                return self._mix_ragged(x, state, batch, beside)
             rows = _rows_of(x, state, tokens)
+            rows.beside = {name: clear(other, rows.real) for name, other in beside.items()}
             y = self._mix(clear(x, rows.real), rows)
             return y if state is None else (y, rows.left)
-
-    def _cast(self, x: Array) -> Array:
-        return x.astype(compute_dtype_of(self.compute_dtype, self._projections(), x))
 
     def _check(self, x: Any, state: Any, padding_mask: Any, segment_ids: Any, cu_seqlens: Any) -> Array:
         x = read_tokens(x, self.embed_dim, padding_mask, segment_ids)
@@ -258,12 +264,16 @@ class RecurrentLayer(Published):
         check_slots("batch.state_indices", batch.state_indices, state.recurrent.shape[0])
         return x, state
 
-    def _mix_ragged(self, x: Array, pool: RecurrentState, batch: RaggedBatch) -> tuple[Array, RecurrentState]:
+    def _mix_ragged(
+        self, x: Array, pool: RecurrentState, batch: RaggedBatch, beside: dict[str, Array]
+    ) -> tuple[Any, RecurrentState]:
         """A call with a batch: reads states from the pool and writes them back."""
         if 0 in (x.shape[0], batch.lengths.shape[0]):
-            return jnp.zeros_like(x), pool
+            like = eqx.filter_eval_shape(lambda: self._mix(x, Rows(0, beside=beside)))
+            return jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), like), pool
         assert batch.state_indices is not None
         x, slots = clear(x, batch.is_real), batch.state_indices
+        beside = {name: clear(other, batch.is_real) for name, other in beside.items()}
         new = new_tokens(batch)
         there = (new > 0) & (slots >= 0) & (slots < pool.recurrent.shape[0])
         starts = jnp.zeros_like(there) if batch.of_rows else batch.lengths <= new
@@ -278,10 +288,11 @@ class RecurrentLayer(Published):
                 pool = jax.tree.map(lambda x: _put(x, starting, jnp.zeros((), x.dtype)), pool)
                 ids = batch.sequence_ids
                 kept = jnp.where(ids >= 0, kept[jnp.maximum(ids, 0)], -1)
-            rows = Rows(1, pool, step=True, slots=kept)
-            return self._mix(x[:, None], rows)[:, 0], rows.left
+            beside = {name: other[:, None] for name, other in beside.items()}
+            rows = Rows(1, pool, step=True, slots=kept, beside=beside)
+            return jax.tree.map(lambda y: y[:, 0], self._mix(x[:, None], rows)), rows.left
         states = jax.tree.map(lambda x: _take(x, entering), pool)
-        rows = Rows(0, states, cu_seqlens=batch.query_start_loc)
+        rows = Rows(0, states, cu_seqlens=batch.query_start_loc, beside=beside)
         y = self._mix(x, rows)
         return y, jax.tree.map(lambda x, new: _put(x, kept, new), pool, rows.left_by(batch))
 

@@ -66,6 +66,8 @@ class Rows:
     """Whether there is one token per row, with a state."""
     slots: Array | None = None
     """For a step on a pool: the slot of each row, int32 `[rows]`; -1 for none."""
+    beside: dict[str, Array] = dataclasses.field(default_factory=dict)
+    """Other features of the tokens, with zeros at padding positions, of layers that take some."""
     given: list[dict[str, Array]] = dataclasses.field(default_factory=list)
     """The inputs of each part so far."""
     _before: list[Array | None] = dataclasses.field(default_factory=list)

@@ -1,3 +1,5 @@
+from .dplr import DPLRDeltaRule as DPLRDeltaRule
+from .dplr import RWKV7 as RWKV7
 from .gated_delta import DeltaRule as DeltaRule
 from .gated_delta import GatedDeltaRule as GatedDeltaRule
 from .gated_linear import GatedLinearAttention as GatedLinearAttention

@@ -1,7 +1,7 @@
 """A call whose tokens are split over a mesh axis: each device's tokens from a zero state, then what the state that enters them adds.
 
-Outputs and states are linear in the entering state. For linear members both are products with the decays up to a token. For a delta rule they are
-what the same kernels give for no values and the identity as the state.
+Outputs and states are linear in the entering state. For linear members both are products with the decays up to a token. For a delta rule, and
+for transitions of rank one, they are what the same kernels give for no values and the identity as the state.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ def recur_along(
     local = arrays._replace(initial_state=None)
     out, local_state = RECUR.in_order(plan, operation, local, inner)
     state = jnp.zeros_like(local_state) if arrays.initial_state is None else arrays.initial_state.astype(wide)
-    if spec.delta:
+    if spec.delta or arrays.a is not None:
         read, passed = _of_identity(plan, operation, local, inner, heads.state)
         step = lambda part, state: _product("...hde,...hev->...hdv", part[0], state) + part[1]
         entering, final = along.carry(step, (passed, local_state), state)
@@ -79,7 +79,9 @@ def _of_decays(
         if spec.decay in (CONSTANT, SCALAR):
             sums = sums[..., None]  # one channel
         decay = jnp.exp(sums)
-        factor = repeat_heads(decay, -2, out_heads)
+        # What a token reads before its own decay, it reads after the decays of those before it.
+        seen = jnp.exp(_before(sums, len(lead))) if spec.before else decay
+        factor = repeat_heads(seen, -2, out_heads)
         read, after = (read, factor) if spec.decay == VALUE else (read * factor, None)
         passed = repeat_heads(lax.index_in_dim(decay, length - 1, len(lead), keepdims=False), -2, state_heads)
         passed = passed[..., None, :] if spec.decay == VALUE else passed[..., None]
@@ -87,6 +89,12 @@ def _of_decays(
     # Tokens of later segments do not see the entering state.
     read = read if reached is None else jnp.where(reached, read, 0)
     return read, passed_on(passed, arrays.starts), after
+
+
+def _before(sums: Array, axis: int) -> Array:
+    """Sums up to the tokens before, from sums up to each token."""
+    none = jnp.zeros_like(lax.slice_in_dim(sums, 0, 1, axis=axis))
+    return jnp.concatenate([none, lax.slice_in_dim(sums, 0, sums.shape[axis] - 1, axis=axis)], axis)
 
 
 def _outputs(read: Array, state: Array) -> Array:

@@ -41,8 +41,12 @@ class Operands:
     g: Array | None = None
     beta: Array | None = None
     skip: Array | None = None
+    a: Array | None = None
+    b: Array | None = None
     decay: str = NONE
     delta: bool = False
+    before: bool = False
+    """True if outputs read the state before their token."""
     transposed: bool = False
     """True if the caller's states are `[V, D]`."""
 
@@ -71,21 +75,24 @@ def build(
         assert g is not None
         decay = SCALAR
         g = packing.mask(jnp.broadcast_to(g[..., None, :], (*frame.over_tokens, g.shape[-1])))
-    spec = RecurrenceSpec(operands.resolved_scale, decay, operands.delta, frame.state_dtype(state_dtype))
+    dtype = frame.state_dtype(state_dtype)
+    spec = RecurrenceSpec(operands.resolved_scale, decay, operands.delta, dtype, before=operands.before)
     states = frame.states(initial_state, *operands.of_states(), spec.state_dtype)
     entering = None if states.entering is None else operands.flipped(states.entering)
     q, k, v, beta, skip = operands.q, operands.k, operands.v, operands.beta, operands.skip
     arrays = RecurrenceArrays(q, k, v, g, beta, skip, entering, packing.starts, packing.offsets)
-    return arrays, spec, states
+    return arrays._replace(a=operands.a, b=operands.b), spec, states
 
 
 def build_step(frame: Frame, operands: Operands, state: Any) -> tuple[StepArrays, RecurrenceSpec]:
     """The resolved step. Without `state_indices` every row has its own state; with them, one axis of rows shares a pool."""
     # One number per head becomes one per row here.
     decay = SCALAR if operands.decay == CONSTANT else operands.decay
-    spec = RecurrenceSpec(operands.resolved_scale, decay, operands.delta, transposed=operands.transposed)
+    layout: dict[str, Any] = {"transposed": operands.transposed, "before": operands.before}
+    spec = RecurrenceSpec(operands.resolved_scale, decay, operands.delta, **layout)
     state, indices = frame.row_states(state, *operands.of_states())
     arrays = StepArrays(operands.q, operands.k, operands.v, state, operands.g, operands.beta)
+    arrays = arrays._replace(a=operands.a, b=operands.b)
     skip = operands.skip
     if indices is not None and skip is not None:
         skip = skip[0]  # parameters are shared by all rows
@@ -99,6 +106,7 @@ def check_heads(operands: Operands) -> int:
         counts["g"] = operands.g.shape[-1 if operands.decay in (CONSTANT, SCALAR) else -2]
     if operands.beta is not None:
         counts["beta"] = operands.beta.shape[-1]
+    counts |= {name: x.shape[-2] for name in "ab" if (x := getattr(operands, name)) is not None}
     state = max(n for name, n in counts.items() if name != "q")
     largest = max(state, counts["q"])
     for name, n in reversed(counts.items()):

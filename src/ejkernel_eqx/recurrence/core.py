@@ -29,7 +29,7 @@ def problem_of(operation: str, arrays: RecurrenceArrays, spec: RecurrenceSpec) -
         sizes_of(arrays, spec),
         flags={"initial_state": initial, "packed": packed, "step": False},
         lengths={"B", "T", *("N" if packed == "offsets" else "")},
-        counts=_HEADS | {"Hg", "Hb"},
+        counts=_HEADS | {"Hg", "Hb", "Ha", "Hw"},
         # It is read once per sequence, so the fastest choice is the same with and without it.
         requirements={"initial_state"},
     )
@@ -54,6 +54,9 @@ def _problem(
     arrays, spec, state = call
     dtypes = {"qkv": arrays.q.dtype, "state": jnp.dtype(state)}
     given = {"beta": arrays.beta is not None, "skip": arrays.skip is not None}
+    # Only where it is so, since other problems are known by their flags in tables of measurements.
+    given |= {} if arrays.a is None else {"rank_one": True}
+    given |= {"before": True} if spec.before else {}
     names = more["lengths"] | counts | {"T", "D", "V"}
     return Problem.make(
         operation,

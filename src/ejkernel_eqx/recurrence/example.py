@@ -23,7 +23,10 @@ from .spec import (
 
 _HEADS = ("H", "Hq", "Hk", "Hv")
 _CHOICES = {
-    **dict.fromkeys(("beta", "delta", "initial_state", "skip", "step", "slots", "transposed"), SWITCH),
+    **dict.fromkeys(
+        ("before", "beta", "delta", "initial_state", "rank_one", "skip", "step", "slots", "transposed"),
+        SWITCH,
+    ),
     "decay": (NONE, CONSTANT, SCALAR, KEY, VALUE),
     "packed": (None, "offsets", "segments"),
 }
@@ -36,6 +39,8 @@ _OPERATIONS: dict[str, dict[str, Any]] = {
     "kernel_delta_attention": {"decay": KEY, "delta": True, "beta": True},
     "gated_delta_rule": {"decay": SCALAR, "delta": True, "beta": True},
     "delta_rule": {"decay": NONE, "delta": True, "beta": True},
+    "dplr_delta_rule": {"decay": KEY, "rank_one": True},
+    "rwkv7": {"decay": KEY, "rank_one": True},
     "state_space_v2": {"decay": SCALAR, "beta": True, "skip": True, "transposed": True, "Hq": 1, "Hk": 1},
 }
 
@@ -48,7 +53,7 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
     - `dims`: at least `T` (except for a step), `H` and `D`; `V` defaults to `D`, `Hq`, `Hk`, `Hv` to `H` (the state heads; 1 for the B and C of
         `state_space_v2`, whose `D` is the state size and `V` the head dim), `B` to 1; `N` is the number of sequences for `packed=offsets`.
     - `dtype`: the dtype of queries, keys, values and beta; decays and states are float32.
-    - `flags`: `decay` (`none`, `constant`, `scalar`, `key`, `value`), `delta`, `beta`, `skip` if the operation has a choice;
+    - `flags`: `decay` (`none`, `constant`, `scalar`, `key`, `value`), `delta`, `beta`, `rank_one`, `before`, `skip` if the operation has a choice;
         `initial_state`, `packed` (`offsets` or `segments`), `step`, `slots` (a step on a pool of states).
 
     Raises `ValueError` for an unknown name, a missing size, or sizes that do not fit together.
@@ -74,12 +79,12 @@ def shapes_of(
 ) -> tuple[Any, RecurrenceSpec]:
     """The shapes of the arrays of a call or a step, and its spec, from the sizes, flags and dtypes of its problem."""
     decay, delta, step = flags["decay"], flags["delta"], flags["step"]
-    spec = RecurrenceSpec(
-        size["D"] ** -0.5, decay, delta, dtypes["state"], bool(step and flags["transposed"])
-    )
+    layout = {"transposed": bool(step and flags["transposed"]), "before": bool(flags.get("before"))}
+    spec = RecurrenceSpec(size["D"] ** -0.5, decay, delta, dtypes["state"], **layout)
     given = {name: dtypes["qkv"] for name in ("q", "k", "v", "beta", "skip") if flags.get(name, True)}
     given |= {} if decay == NONE else {"g": dtypes["g"]}
-    size = dict.fromkeys(("Hg", "Hb"), size["HS"]) | dict(size)
+    given |= dict.fromkeys("ab", dtypes["qkv"]) if flags.get("rank_one") else {}
+    size = dict.fromkeys(("Hg", "Hb", "Ha", "Hw"), size["HS"]) | dict(size)
     if step:
         spec = dataclasses.replace(spec, decay=SCALAR) if decay == CONSTANT else spec
         given |= {"state": dtypes["state"]} | ({"indices": "int32"} if flags["slots"] else {})

@@ -12,7 +12,7 @@ from ..sequences.tokens import begins, from_slots, masked, scan_tokens, to_slots
 from .heads import repeat_heads
 from .spec import CONSTANT, heads_of, KEY, RecurrenceArrays, RecurrenceSpec, SCALAR, StepArrays
 
-_BY_TOKEN = ("q", "k", "v", "g", "beta")
+_BY_TOKEN = ("q", "k", "v", "g", "beta", "a", "b")
 
 
 def recur(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> tuple[Array, Array]:
@@ -34,19 +34,25 @@ def _row(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> tuple[Array, Array]:
     decay = _decay(arrays, spec, length, state_heads, wide)
     beta = jnp.ones((length, 1), wide) if arrays.beta is None else arrays.beta.astype(wide)
     beta = repeat_heads(beta, 1, state_heads)
+    of_heads = lambda x: None if x is None else repeat_heads(x.astype(wide), 1, state_heads)
+    a, b = of_heads(arrays.a), of_heads(arrays.b)
     first = jnp.zeros((state_heads, dim, values), wide)
     state = first if arrays.initial_state is None else arrays.initial_state.astype(wide)
     fresh = begins(arrays.starts, length)
 
-    def token(state: Array, x: tuple[Array, ...]) -> tuple[Array, Array]:
-        q, k, v, decay, beta, fresh = x
-        state = jnp.where(fresh, 0.0, state) * decay
+    def token(state: Array, x: Any) -> tuple[Array, Array]:
+        q, k, v, decay, beta, a, b, fresh = x
+        before = jnp.where(fresh, 0.0, state)
+        state = before * decay
         if spec.delta:
             v = v - jnp.einsum("hdv,hd->hv", state, k)
+        if a is not None:
+            state = state + jnp.einsum("hd,hc,hcv->hdv", b, a, before)
         state = state + jnp.einsum("h,hd,hv->hdv", beta, k, v)
-        return state, spec.scale * jnp.einsum("hdv,hd->hv", repeat_heads(state, 0, out_heads), q)
+        read = repeat_heads(before if spec.before else state, 0, out_heads)
+        return state, spec.scale * jnp.einsum("hdv,hd->hv", read, q)
 
-    state, out = scan_tokens(token, state, (q, k, v, decay, beta, fresh), length)
+    state, out = scan_tokens(token, state, (q, k, v, decay, beta, a, b, fresh), length)
     if arrays.skip is not None:
         out = out + arrays.skip.astype(wide)[None] * v
     return out, state
@@ -100,9 +106,9 @@ def step(arrays: StepArrays, spec: RecurrenceSpec) -> tuple[Array, Array]:
         skip = jnp.broadcast_to(
             jnp.expand_dims(arrays.skip, lead), (*state.shape[:lead], count, *arrays.skip.shape[-2:])
         )
-    q, k, v, g, beta = (token(x) for x in (arrays.q, arrays.k, arrays.v, arrays.g, arrays.beta))
-    whole = RecurrenceArrays(q, k, v, g, beta, skip, initial)
-    out, new = recur(whole, RecurrenceSpec(spec.scale, spec.decay, spec.delta))
+    tokens = {name: token(getattr(arrays, name)) for name in _BY_TOKEN}
+    whole = RecurrenceArrays(**tokens, skip=skip, initial_state=initial)
+    out, new = recur(whole, RecurrenceSpec(spec.scale, spec.decay, spec.delta, before=spec.before))
     out = jnp.squeeze(out, lead + 1)
     new = (jnp.swapaxes(new, -1, -2) if spec.transposed else new).astype(state.dtype)
     return to_slots(out, new, state, arrays.indices, lead)

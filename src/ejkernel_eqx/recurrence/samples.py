@@ -67,6 +67,10 @@ def _drawn(shapes: Mapping[str, Any], spec: RecurrenceSpec, seed: Any) -> dict[s
         common = jax.random.normal(next(keys), drawn["k"].shape[-1:], drawn["k"].dtype)
         drawn["k"] += KEY_SIMILARITY * like(common, drawn["k"])
         drawn |= {name: drawn[name] / jnp.linalg.norm(drawn[name], axis=-1, keepdims=True) for name in "qk"}
+    if "a" in drawn:
+        # What is read at a direction of length one is taken away in part, as RWKV-7 does.
+        drawn["a"] /= jnp.linalg.norm(drawn["a"], axis=-1, keepdims=True)
+        drawn["b"] = -drawn["a"] * jax.nn.sigmoid(drawn["b"])
     if "beta" in drawn:
         drawn["beta"] = jax.nn.sigmoid(drawn["beta"])
     if "g" in drawn:

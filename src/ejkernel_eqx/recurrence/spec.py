@@ -1,7 +1,7 @@
 """The description of a call of a linear-time recurrence once every option, default and layout has been resolved.
 
 Everything below the public operations (the reference, XLA, Triton) uses only these types. Letters: `B` batch, `T` tokens,
-`R` output heads, `HS` state heads, `D` key dim, `V` value dim, `N` packed sequences. `Hq`, `Hk`, `Hv`, `Hg`, `Hb` are head counts that
+`R` output heads, `HS` state heads, `D` key dim, `V` value dim, `N` packed sequences. `Hq`, `Hk`, `Hv`, `Hg`, `Hb`, `Ha`, `Hw` are head counts that
 each divide `R` (all except `Hq` divide `HS`); output head `r` reads head `r // (R / n)` of an operand with `n` heads, state head
 `s` reads `s // (HS / n)`, and output head `r` reads state head `r // (R / HS)`.
 """
@@ -26,8 +26,11 @@ class RecurrenceSpec:
 
     $$\bar S_t = \alpha_t \odot S_{t-1}, \qquad
       S_t = \bar S_t + \beta_t k_t (v_t - \bar S_t^\top k_t)^\top \;\text{(delta)} \quad\text{or}\quad
-      S_t = \bar S_t + \beta_t k_t v_t^\top \;\text{(linear)}, \qquad
+      S_t = \bar S_t + \beta_t k_t v_t^\top \;\text{(linear)} \quad\text{or}\quad
+      S_t = \bar S_t + b_t (a_t^\top S_{t-1}) + \beta_t k_t v_t^\top \;\text{(rank one)}, \qquad
       o_t = \mathrm{scale}\; S_t^\top q_t + \mathrm{skip} \odot v_t .$$
+
+    A call is of rank one if its arrays have `a` and `b`.
     """
 
     scale: float
@@ -38,6 +41,8 @@ class RecurrenceSpec:
     """Dtype of initial and final states: float32, bfloat16 (storage only), or float64 for float64 operands."""
     transposed: bool = False
     """True if the states of a step are `[V, D]`."""
+    before: bool = False
+    """True if outputs read the state before their token and its decay, $S_{t-1}$. Not with a decay per value channel."""
 
 
 class RecurrenceArrays(NamedTuple):
@@ -63,15 +68,18 @@ class RecurrenceArrays(NamedTuple):
     offsets: Array | None = None
     """int32 `[*, N + 1]`, non-decreasing, within `0 .. T`: sequence `n` is the tokens `offsets[n] .. offsets[n + 1]`. The first may be
     greater than 0. Tokens outside all sequences need neither be read nor written, as their outputs are masked afterwards."""
+    a: Array | None = None  # [*, T, Ha, D], in the dtype of q: reads the state before a token
+    b: Array | None = None  # [*, T, Hw, D], in the dtype of q: writes what `a` reads; there if `a` is
 
 
-FLOATS = ("q", "k", "v", "g", "beta", "skip", "initial_state")
+FLOATS = ("q", "k", "v", "g", "beta", "skip", "initial_state", "a", "b")
 """The arrays that have gradients."""
 
 
 _TOKENS = {"q": "{} Hq D", "k": "{} Hk D", "v": "{} Hv V", "beta": "{} Hb", "skip": "HS V", "out": "{} R V"}
+_TOKENS |= {"a": "{} Ha D", "b": "{} Hw D"}
 _DECAYS = {CONSTANT: "Hg", SCALAR: "{} Hg", KEY: "{} Hg D", VALUE: "{} Hg V"}
-_HEADS = "Hq Hk Hv Hg Hb HS R"
+_HEADS = "Hq Hk Hv Hg Hb Ha Hw HS R"
 
 
 @functools.cache
@@ -107,6 +115,7 @@ def heads_of(arrays: "RecurrenceArrays | StepArrays", spec: RecurrenceSpec) -> H
         counts.append(arrays.g.shape[-1 if spec.decay in (CONSTANT, SCALAR) else -2])
     if arrays.beta is not None:
         counts.append(arrays.beta.shape[-1])
+    counts += [x.shape[-2] for x in (arrays.a, arrays.b) if x is not None]
     return Heads(max(arrays.q.shape[-2], *counts), max(counts))
 
 
@@ -123,9 +132,11 @@ class StepArrays(NamedTuple):
     indices: Array | None = (
         None  # int32 [*, B]: the slot of each row; for -1 the output is 0 and nothing is written
     )
+    a: Array | None = None  # [*, B, Ha, D]
+    b: Array | None = None  # [*, B, Hw, D]
 
 
-STEP_FLOATS = ("q", "k", "v", "state", "g", "beta", "skip")
+STEP_FLOATS = ("q", "k", "v", "state", "g", "beta", "skip", "a", "b")
 """The arrays of a step that have gradients."""
 
 

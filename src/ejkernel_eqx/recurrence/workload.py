@@ -32,4 +32,7 @@ def _flops(problem: Problem) -> float:
     products = inner * (dim + values) + 4 * dim * values
     if problem.flag("delta"):
         products += 2 * inner * (dim + values) + 2 * dim * values
+    if problem.flag("rank_one"):
+        # Three more scores, the use of two of them and of the inverse, and the state read and written once more.
+        products += inner * (4 * dim + 3 * values) + 4 * dim * values
     return float(tokens * heads * products)

@@ -40,6 +40,7 @@ class XlaConfig:
 
 
 config_type = XlaConfig
+_INVERSES = jax.checkpoint_policies.save_only_these_names(INVERSE)
 
 
 def unsupported(problem: Any, device: Any) -> str | None:
@@ -80,11 +81,21 @@ def _apply(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: XlaConfig) ->
     if arrays.q.shape[1] == 0 or call.chunks.sequences == 0:
         out, state = call.nothing()
     else:
-        out, state = call.by_token() if spec.delta and spec.decay == VALUE else call.by_chunk()
+        mixes = spec.delta or arrays.a is not None
+        out, state = call.by_token() if mixes and spec.decay == VALUE else call.by_chunk()
     if arrays.skip is not None:
         # Added before the cast, so that the output is rounded once.
         out = out + arrays.skip.astype(call.wide)[:, None] * arrays.v.astype(call.wide)
     return out.astype(arrays.v.dtype), state.astype(spec.state_dtype)
+
+
+def _to_next(x: Array, first: int) -> Array:
+    """`x [B, M, C, X]`, of each token for the next one, and `first` for the first."""
+    return jnp.pad(x[:, :, :-1], ((0, 0), (0, 0), (1, 0), (0, 0)), constant_values=first)
+
+
+def _joined(scores: tuple[Array, ...]) -> Array:
+    return scores[0] if len(scores) == 1 else jnp.concatenate(scores, -1)
 
 
 class _Local:
@@ -95,34 +106,56 @@ class _Local:
 
     def __init__(self, call: "_Call", g: Array | None):
         self.kind, self.chunks, self.precision = call.spec.decay, call.chunks, call.precision
+        self.before = call.spec.before
         self.decays: Any = None
-        self.head = self.tail = self.total = None
+        self.head = self.head_before = self.tail = self.total = None
         if g is not None:
             self.decays = channel_decays(g) if self.kind in (KEY, VALUE) else scalar_decays(g)
             self.head, self.tail = self.decays.head, self.decays.tail
+            if self.before or call.arrays.a is not None:
+                self.head_before = _to_next(self.head, 1)
             # The factor lies along values for a decay of values, else along keys, of states `[.., D, V]`.
             self.total = jnp.expand_dims(self.decays.total, -2 if self.kind == VALUE else -1)
         if self.chunks.starts is not None:
             cut = self.chunks.cut
             keep = lambda seen, x: jnp.where(seen, jnp.ones((), call.wide) if x is None else x, 0)
-            self.head = keep(cut(self.chunks.enters())[..., None], self.head)
+            enters = cut(self.chunks.enters())[..., None]
+            self.head, self.head_before = keep(enters, self.head), keep(enters, self.head_before)
             self.tail = keep(cut(self.chunks.leaves())[..., None], self.tail)
             self.total = keep(self.chunks.passes()[..., None, None], self.total)
 
     def dot(self, pattern: str, x: Array, y: Array) -> Array:
         return jnp.einsum(pattern, x, y, precision=self.precision)
 
-    def scores(self, xs: tuple[Array, ...], y: Array) -> tuple[Array, ...]:
-        """`[B, M, C, C]` for each of `xs`: `x_i . y_j` decayed from `j` to `i`, zero where `i` does not see `j`."""
-        if self.kind == KEY:
-            return tuple(map(self._seen, decayed_scores(xs, y, self.decays, self.precision)))
-        pairs = None if self.decays is None else self.decays.pairs
-        return tuple(self._seen(times(self._products(x, y), pairs)) for x in xs)
+    def scores(self, xs: tuple[Array, ...], ys: tuple[Array, ...]) -> tuple[Array, ...]:
+        """`[B, M, C, C]` for each of `xs` and, with it, each of `ys`: `x_i . y_j` decayed from `j` to `i`, zero where `i` does not see `j`."""
+        return tuple(map(self._seen, self._decayed(xs, ys)))
 
-    def mixed(self, q: Array, k: Array) -> Array:
-        """`[B, M, C, C]`: the weights of values for each query, without decays of values."""
+    def scores_before(
+        self, x: Array, ys: tuple[Array, ...], others: tuple[Array, ...] = ()
+    ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        """`scores` for readers of the state before their token: `x_i . y_j` decayed from `j` to `i - 1`, zero for `j = i` too. And, with the same
+        decays, those of `others`."""
+        # A token's reader stands at the token before, so that no decay is divided out.
+        early = jnp.pad(x[:, :, 1:], ((0, 0), (0, 0), (0, 1), (0, 0)))
+        every = self._decayed((early, *others), ys)
+        before = [jnp.tril(_to_next(scores, 0), -1) for scores in every[: len(ys)]]
+        return tuple(map(self._seen, before)), tuple(map(self._seen, every[len(ys) :]))
+
+    def _decayed(self, xs: tuple[Array, ...], ys: tuple[Array, ...]) -> tuple[Array, ...]:
+        """`scores` across segments; those without a channel's decay may be anything where j > i."""
+        if self.kind == KEY:
+            return decayed_scores(xs, ys, self.decays, self.precision)
+        pairs = None if self.decays is None else self.decays.pairs
+        return tuple(times(self._products(x, y), pairs) for x in xs for y in ys)
+
+    def mixed(self, q: Array, keys: tuple[Array, ...]) -> Array:
+        """`[B, M, C, K * C]`: the weights, for each query, of the values of each of `K` keys, without decays of values."""
         # Decays of values differ by channel, so they enter in `mix` and not in the scores.
-        return self._seen(self._products(q, k)) if self.kind == VALUE else self.scores((q,), k)[0]
+        if self.kind == VALUE:
+            (k,) = keys
+            return self._seen(self._products(q, k))
+        return _joined(self.scores_before(q, keys)[0] if self.before else self.scores((q,), keys))
 
     def mix(self, scores: Array, v: Array) -> Array:
         """`[B, M, C, V]`: the values of visible tokens, weighted by these scores."""
@@ -138,10 +171,11 @@ class _Local:
 
     def read(self, q: Array, states: Array) -> Array:
         """`[B, M, C, V]`: what queries read from the states `[B, M, D, V]` at the starts of their chunks."""
+        head = self.head_before if self.before else self.head
         if self.kind == KEY:
             # A decay of key channels scales the queries before those channels are summed.
-            return self.dot("...rd,...dv->...rv", times(q, self.head), states)
-        return times(self.dot("...rd,...dv->...rv", q, states), self.head)
+            return self.dot("...rd,...dv->...rv", times(q, head), states)
+        return times(self.dot("...rd,...dv->...rv", q, states), head)
 
     def write(self, k: Array, v: Array) -> Array:
         """`[B, M, D, V]`: what keys and values add to the states at the ends of their chunks."""
@@ -173,29 +207,37 @@ class _Call:
             state = jnp.zeros((batch, *count, self.heads.state, dim, values), self.wide)
         return match_varying((out, state), self.arrays)
 
-    def operands(self) -> tuple[Array, Array, Array, Array | None, Array | None]:
-        """q, k, v, g and beta `[B, M, C, ...]`, except q `[B, R, P, D]`; a constant decay has become one per token."""
+    def operands(self) -> tuple[Array, Any, Array, Array | None, Array | None, Any]:
+        """q, k, v, g, beta, and a and b, `[B, M, C, ...]`, except q `[B, R, P, D]`; a constant decay has become one per token."""
         arrays, g = self.arrays, self.arrays.g
         if g is not None and self.spec.decay == CONSTANT:  # positions without a token do not decay
             g = jnp.broadcast_to(g[:, None], (*arrays.q.shape[:2], g.shape[-1]))
         take = lambda x: self.chunks.cut(self.chunks.take(x.astype(self.wide)))
         q = self.chunks.take(arrays.q.astype(self.wide)) * self.spec.scale
         beta = None if arrays.beta is None else take(arrays.beta[..., None])
-        return q, take(arrays.k), take(arrays.v), None if g is None else closed(take(g)), beta
+        ab = None if arrays.a is None else (take(arrays.a), take(arrays.b))
+        return q, take(arrays.k), take(arrays.v), None if g is None else closed(take(g)), beta, ab
 
     def by_chunk(self) -> tuple[Array, Array]:
         """All chunks at once, except for the scan over their states."""
-        q, k, v, g, beta = self.operands()
-        zeros = self._zeros(k, v)
+        q, k, v, g, beta, ab = self.operands()
+        zeros, keys = self._zeros(k, v), (k,)
+        # With one query head per state head, keys and queries share the work on their decays.
+        alone = self.heads.out == self.heads.state and not self.spec.before
+        shared = self.chunks.cut(q) if alone else None
         if self.spec.delta:
-            # With one query head per state head, keys and queries share the work on their decays.
-            alone = self.heads.out == self.heads.state
-            reads = jax.checkpoint(self._delta_reads)(self.chunks.cut(q) if alone else None, k, g)
-            inverses = jax.checkpoint_policies.save_only_these_names(INVERSE)
-            xs = jax.checkpoint(self._delta_writes, policy=inverses)(reads[0], k, v, g, beta)
+            reads = jax.checkpoint(self._delta_reads)(shared, k, g)
+            xs = jax.checkpoint(self._delta_writes, policy=_INVERSES)(reads[0], k, v, g, beta)
             states, written, final = self._over_writes(xs, zeros)
             # The written values include beta already.
             values, beta = written, None
+        elif ab is not None:
+            reads = jax.checkpoint(self._rank_one_reads)(shared, ab, k, g)
+            xs = jax.checkpoint(self._rank_one_writes, policy=_INVERSES)(reads[0], ab, k, v, g, beta)
+            states, written, final = self._over_writes(xs, zeros)
+            # Each token writes two values, its own at `k` and what `a` reads at `b`.
+            assert written is not None
+            keys, values, beta = (k, ab[1]), jnp.concatenate([times(v, beta), written], 2), None
         else:
             reads = (None, None)
             xs = jax.checkpoint(self._linear_writes)(k, v, g, beta)
@@ -204,7 +246,7 @@ class _Call:
         scores, read = jax.checkpoint(self._scores), jax.checkpoint(self._read)
 
         def over_queries(q: Array) -> Array:
-            known = scores(q, k, g) if reads[1] is None else reads[1]
+            known = scores(q, keys, g) if reads[1] is None else reads[1]
             return read(q, known, values, g, beta, states)
 
         return self.chunks.give(self._over_groups(over_queries, q)), final
@@ -224,7 +266,7 @@ class _Call:
 
     def _delta_reads(self, q: Array | None, k: Array, g: Array | None) -> tuple[Array, Array | None]:
         """The scores of each key with the keys before it and, with the same decays, those of the queries, if given."""
-        keys, *queries = _Local(self, g).scores((k, *(() if q is None else (q,))), k)
+        keys, *queries = _Local(self, g).scores((k, *(() if q is None else (q,))), (k,))
         # Strictly below the diagonal, as a key meets only the keys before it.
         return jnp.tril(keys, -1), queries[0] if queries else None
 
@@ -239,8 +281,28 @@ class _Call:
         own, gained = solve(times(reads, beta), known)
         return Writes(None, own, gained, times(k, local.tail), local.total)
 
-    def _scores(self, q: Array, k: Array, g: Array | None) -> Array:
-        return _Local(self, g).mixed(self.chunks.cut(q), k)
+    def _rank_one_reads(
+        self, q: Array | None, ab: Any, k: Array, g: Array | None
+    ) -> tuple[Any, Array | None]:
+        """The scores of each `a` with the keys `k` and `b` before it and, with the same decays, those of the queries, if given."""
+        before, own = _Local(self, g).scores_before(ab[0], (k, ab[1]), () if q is None else (q,))
+        return before, _joined(own) if own else None
+
+    def _rank_one_writes(
+        self, reads: Any, ab: Any, k: Array, v: Array, g: Array | None, beta: Array | None
+    ) -> Any:
+        """Each chunk writes the values `own - gained @ state`, which `a` reads, at the keys `b`, and adds its values at the keys `k`.
+
+        With `A` and `L` the scores of each `a` with the `b` and the `k` before it, `own = (I - A)^-1 L v`, and `-gained` is the same for the
+        vectors `a`, decayed from the start of the chunk to the token before.
+        """
+        local, (a, b), (of_keys, among), v = _Local(self, g), ab, reads, times(v, beta)
+        known = local.dot("...rs,...sv->...rv", of_keys, v), -times(a, local.head_before)
+        own, gained = solve(-among, known)
+        return Writes(local.write(k, v), own, gained, times(b, local.tail), local.total)
+
+    def _scores(self, q: Array, keys: tuple[Array, ...], g: Array | None) -> Array:
+        return _Local(self, g).mixed(self.chunks.cut(q), keys)
 
     def _read(
         self,
@@ -257,18 +319,21 @@ class _Call:
         return self.chunks.join(out if states is None else local.read(q, states) + out)
 
     def by_token(self) -> tuple[Array, Array]:
-        """Token by token: with a decay per value channel, the delta rule has no triangular system that its values share."""
-        q, k, v, g, beta = self.operands()
+        """Token by token: with a decay per value channel, what is read before it is written has no triangular system that its values share."""
+        q, k, v, g, beta, ab = self.operands()
         # The queries of a state head side by side, [B, HS, P, R / HS * D].
         q = self.chunks.cut(merge(jnp.moveaxis(split(q, 1, self.heads.state), 2, 3), 3))
         begins = None if self.chunks.starts is None else self.chunks.cut(self.chunks.begins())[..., None]
 
         def token(state: Array, x: Any) -> tuple[Array, Array]:
-            q, k, v, g, beta, begins = x
+            q, k, v, g, beta, ab, begins = x
             if begins is not None:
                 state = jnp.where(begins[..., None], 0, state)
-            state = state * jnp.exp(g)[..., None, :]
-            error = times(v - (state * k[..., None]).sum(-2), beta)
+            before, state = state, state * jnp.exp(g)[..., None, :]
+            if ab is not None:
+                read = (before * ab[0][..., None]).sum(-2)
+                state = state + ab[1][..., None] * read[..., None, :]
+            error = times(v - (state * k[..., None]).sum(-2) if self.spec.delta else v, beta)
             state = state + k[..., None] * error[..., None, :]
             q = split(q, 2, q.shape[-1] // k.shape[-1])
             return state, jnp.einsum("...gd,...dv->...gv", q, state, precision=self.precision)
@@ -280,7 +345,7 @@ class _Call:
             return lax.scan(token, zeros if state is None else state, x)
 
         tokens_first = lambda x: jnp.moveaxis(front(x, self.heads.state), 3, 1)  # [NC, C, B, HS, ...]
-        xs = jax.tree.map(tokens_first, (q, k, v, g, beta, begins))
+        xs = jax.tree.map(tokens_first, (q, k, v, g, beta, ab, begins))
 
         def alone() -> tuple[Array, Array]:
             state, out = chunk(None, jax.tree.map(lambda x: x[0], xs))
@@ -339,6 +404,8 @@ def step(arrays: StepArrays, spec: RecurrenceSpec, config: XlaConfig) -> tuple[A
     spread = lambda x, axis: repeat_heads(x.astype(wide), axis, heads)
     state = state.astype(wide)
     k, v = spread(arrays.k, -2), spread(arrays.v, -2)
+    before = state
+    read = None if arrays.a is None else (state * key(spread(arrays.a, -2))).sum(keys)
     if arrays.g is not None:
         g = jnp.exp(spread(arrays.g, -1 if spec.decay == SCALAR else -2))
         over_channels = {SCALAR: lambda g: g[..., None, None], KEY: key, VALUE: value}[spec.decay]
@@ -348,11 +415,14 @@ def step(arrays: StepArrays, spec: RecurrenceSpec, config: XlaConfig) -> tuple[A
     if arrays.beta is not None:
         written = written * spread(arrays.beta, -1)[..., None]
     state = state + key(k) * value(written)
+    if read is not None:
+        state = state + key(spread(arrays.b, -2)) * value(read)
     q = arrays.q.astype(wide) * spec.scale
     shared = max(q.shape[-2] // heads, 1)  # query heads per state head
     q = repeat_heads(q, -2, heads * shared)
     q = q.reshape(*q.shape[:-2], heads, shared, q.shape[-1])
-    out = (state[..., None, :, :] * key(q)).sum(keys).reshape(*q.shape[:-3], heads * shared, v.shape[-1])
+    seen = before if spec.before else state
+    out = (seen[..., None, :, :] * key(q)).sum(keys).reshape(*q.shape[:-3], heads * shared, v.shape[-1])
     if arrays.skip is not None:
         out = out + jnp.expand_dims(arrays.skip.astype(wide), lead) * v
     return to_slots(out.astype(arrays.v.dtype), state.astype(pool.dtype), pool, indices, lead)

@@ -114,27 +114,33 @@ def _halves_within(size: int, step: int) -> tuple[np.ndarray, np.ndarray]:
     return between, late & (t < middle) & (t >= middle - step)
 
 
-def decayed_scores(xs: tuple[Array, ...], y: Array, decays: Decays, precision: Any) -> tuple[Array, ...]:
-    """`[B, M, C, C]` for each of `xs`: sums over channels of `x_i y_j` decayed from `j` to `i`, zero where j > i."""
+def decayed_scores(
+    xs: tuple[Array, ...], ys: tuple[Array, ...], decays: Decays, precision: Any
+) -> tuple[Array, ...]:
+    """`[B, M, C, C]` for each of `xs` and, with it, each of `ys`: sums over channels of `x_i y_j` decayed from `j` to `i`, zero where j > i."""
     dot = lambda x, y: jnp.einsum("...rd,...sd->...rs", x, y, precision=precision)
-    y_blocks = blocks_of(y)
-    # One array where `y` itself is among `xs`, as its gradient is then one, too.
-    x_blocks = [y_blocks if x is y else blocks_of(x) for x in xs]
-    own = np.eye(y_blocks.shape[2], dtype=bool)[None, None]
+    y_blocks = [blocks_of(y) for y in ys]
+    # One array where one of `ys` is among `xs`, as its gradient is then one, too.
+    known = dict(zip(map(id, ys), y_blocks, strict=True))
+    x_blocks = [known[id(x)] if id(x) in known else blocks_of(x) for x in xs]
+    own = np.eye(y_blocks[0].shape[2], dtype=bool)[None, None]
 
     def add(scores: list[Array], factors: Array, pairs: Array) -> list[Array]:
         # A factor is at most 1 on either side of the middle, so products of two cannot overflow.
-        keys = y_blocks * factors
-        new = [dot(x * factors, keys) for x in x_blocks]
+        keys = [y * factors for y in y_blocks]
+        queries = [x * factors for x in x_blocks]
+        new = [dot(x, y) for x in queries for y in keys]
         return [jnp.where(pairs[None, None], x, s) for x, s in zip(new, scores, strict=True)]
 
-    first = [jnp.where(own, (x * y_blocks).sum(-1)[..., None], 0) for x in x_blocks]
+    first = [jnp.where(own, (x * y).sum(-1)[..., None], 0) for x in x_blocks for y in y_blocks]
     scores = _over_halves(add, first, decays)
     for late, early in decays.levels:
         step = late.shape[2]
         # Keys decay to the middle of the block, and queries from there.
-        keys = ends(y, step)[0] * early
-        scores = [joined(s, dot(ends(x, step)[1] * late, keys)) for x, s in zip(xs, scores, strict=True)]
+        keys = [ends(y, step)[0] * early for y in ys]
+        queries = [ends(x, step)[1] * late for x in xs]
+        below = [dot(x, y) for x in queries for y in keys]
+        scores = [joined(s, between) for s, between in zip(scores, below, strict=True)]
     return tuple(scores)
 
 

@@ -10,13 +10,11 @@ from jax import Array, lax
 _BLOCK = 64
 
 
-def scan_tokens(
-    token: Callable[..., Any], state: Array, xs: tuple[Array, ...], length: int
-) -> tuple[Array, Array]:
-    """`lax.scan` whose gradient keeps one state per block of tokens."""
+def scan_tokens(token: Callable[..., Any], state: Array, xs: Any, length: int) -> tuple[Array, Array]:
+    """`lax.scan` over a tree of arrays, whose gradient keeps one state per block of tokens."""
     blocks = length // _BLOCK
-    head = tuple(x[: blocks * _BLOCK].reshape((blocks, _BLOCK, *x.shape[1:])) for x in xs)
-    tail = tuple(x[blocks * _BLOCK :] for x in xs)
+    head = jax.tree.map(lambda x: x[: blocks * _BLOCK].reshape((blocks, _BLOCK, *x.shape[1:])), xs)
+    tail = jax.tree.map(lambda x: x[blocks * _BLOCK :], xs)
     state, out = lax.scan(jax.checkpoint(lambda state, block: lax.scan(token, state, block)), state, head)
     # The tail is shorter than a block, so keeping all of its states costs little.
     state, rest = lax.scan(token, state, tail)

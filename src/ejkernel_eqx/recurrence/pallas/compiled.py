@@ -30,6 +30,10 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
             return f"takes float32 and bfloat16, not {dtype}"
     if problem.flag("step"):
         return None
+    if problem.flag("rank_one"):
+        return "does not support transitions of rank one, a and b"
+    if problem.flag("before"):
+        return "does not support outputs that read the state before their token"
     if problem.flag("decay") == VALUE:
         return "does not support a decay per value channel"
     if problem.flag("delta") and problem.flag("skip"):

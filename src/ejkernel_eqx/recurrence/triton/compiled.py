@@ -57,6 +57,10 @@ unavailable = kernels_unavailable
 def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
     if problem.dtype("qkv") == "float64" or problem.dtype("state") == "float64":
         return "takes float32, float16 and bfloat16, not float64"
+    if problem.flag("rank_one"):
+        return "does not support transitions of rank one, a and b"
+    if problem.flag("before"):
+        return "does not support outputs that read the state before their token"
     if problem.flag("step"):
         return None
     if problem.flag("decay") == VALUE:
