@@ -23,7 +23,7 @@ from typing import Any
 FAMILIES = ("attention", "latent", "matmul", "paged", "recurrence")
 """`tpu_cases.py` has `FAMILY(generation) -> list[Case]` for each."""
 
-RESULTS = pathlib.Path(__file__).parent / "results"
+RESULTS = pathlib.Path(__file__).parent / "results/tpu_static.json"
 GUIDE = pathlib.Path(__file__).parents[1] / "docs" / "guides" / "tpu.md"
 GENERATIONS = "v4,v5e,v5p,v6e,tpu7x"
 BAR = 1.05
@@ -363,10 +363,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = run(inputs.generations.split(","), inputs.families.split(","), inputs.only, folder)
     if inputs.json:
         _write(inputs.json, rows)
-    for family in dict.fromkeys(row["family"] for row in rows) if inputs.save else ():
-        mine = [row for row in rows if row["family"] == family]
-        _write(RESULTS / f"tpu_static_{family}.json", mine)
-        GUIDE.write_text(guide_with(GUIDE.read_text(), family, mine))
+    if inputs.save:
+        mine = {
+            family: [row for row in rows if row["family"] == family] for family in inputs.families.split(",")
+        }
+        others = [row for row in json.loads(RESULTS.read_text())["rows"] if row["family"] not in mine]
+        _write(RESULTS, [*others, *rows])
+        for family, own in mine.items():
+            GUIDE.write_text(guide_with(GUIDE.read_text(), family, own))
     if inputs.markdown:
         inputs.markdown.write_text(table_of(rows) + "\n")
     print(summary_of(rows))

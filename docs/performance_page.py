@@ -53,78 +53,58 @@ def content(file: str) -> Mapping[str, Any]:
     return json.loads((ROOT / f"benchmarks/results/{file}.json").read_text(encoding="utf-8"))
 
 
-@functools.cache
-def environment(file: str) -> Mapping[str, Any]:
-    """Of several runs the last one's, with the commits of all."""
-    known = [run["environment"] for run in content(file).get("runs", [content(file)])]
-    return known[-1] | {"commit": " and ".join(dict.fromkeys(each["commit"] for each in known))}
+def runs(file: str) -> list[Mapping[str, Any]]:
+    """The environments that a file's rows are from, the newest last."""
+    return sorted(
+        content(file).get("runs", [content(file)["environment"]]), key=lambda environment: environment["date"]
+    )
 
 
-def rows(file: str) -> Sequence[Mapping[str, Any]]:
-    """The results of a file; of several runs the newest of each problem."""
-    runs = content(file).get("runs", [content(file)])
-    return [
-        *{
-            (row["problem"], n if len(runs) == 1 else 0): row
-            for run in runs
-            for n, row in enumerate(run["rows"])
-        }.values()
-    ]
-
-
-def measured(file: str, problem: str, direction: str) -> Iterator[tuple[str, float | None]]:
-    """Implementations and their milliseconds. A step's `kernels` are a direction, and so is its `floor` or its `bound`."""
+def measured(file: str, problem: str, direction: str) -> Iterator[tuple[str, float | None, Any]]:
+    """Implementations, their milliseconds and their runs. A step's `kernels` are a direction, and so is its `floor` or its `bound`."""
     same = (problem, DATA["same"].get(problem))
-    for row in rows(file):
+    for row in content(file)["rows"]:
         if row["problem"] in same and row.get("direction", direction) == direction:
+            run = (file, row.get("run"))
             if "step_ms" in row:
-                yield from (("default", row["step_ms"]), (direction, row[f"{direction}_ms"]))
+                yield from (("default", row["step_ms"], run), (direction, row[f"{direction}_ms"], run))
             else:
-                yield (
-                    row.get("implementation") or row["variant"],
-                    row.get("kernels_ms" if direction == "kernels" else "ms"),
-                )
+                ms = row.get("kernels_ms" if direction == "kernels" else "ms")
+                yield row.get("implementation") or row["variant"], ms, run
 
 
 def times(file: str, problem: str, direction: str, more: Sequence[str] = ()) -> Times | None:
     """Ours, and the fastest peer of this file and of the further ones; `None` without one of them."""
     known = [
-        (ms, name, place) for place in {file, *more} for name, ms in measured(place, problem, direction) if ms
+        (place == file, *each) for place in (file, *more) for each in measured(place, problem, direction)
     ]
-    ours = [ms for ms, name, place in known if name in OURS and place == file]
-    peers = [(ms, DATA["peers"][name], place != file) for ms, name, place in known if name in DATA["peers"]]
+    ours = [(ms, run) for here, name, ms, run in known if name in OURS and here and ms]
+    peers = [(ms, DATA["peers"][name], run) for _, name, ms, run in known if name in DATA["peers"] and ms]
     if not ours or not peers:
         return None
-    (mine,), (theirs, peer, other_run) = ours, min(peers)
-    return Times(mine, peer, theirs, other_run)
+    (mine, own_run), (theirs, peer, run) = (
+        *ours,
+        min(peers, key=lambda each: (each[0], each[2] != ours[0][1])),
+    )
+    return Times(mine, peer, theirs, run != own_run)
 
 
 def groups(family: Mapping[str, Any]) -> Sequence[str]:
     return family.get("groups", [*DIRECTIONS.values()])
 
 
-def places(family: Mapping[str, Any], line: Sequence[str]) -> list[tuple[str, str]]:
-    """File and direction of each group of columns; a direction may name a file of its own."""
-    directions = line[3:] or [*DIRECTIONS][: len(groups(family))]
-    return [
-        (file or line[0], direction) for file, _, direction in (text.rpartition("/") for text in directions)
-    ]
-
-
 def lines(family: Mapping[str, Any]) -> list[Line]:
     result = []
     for line in family["lines"]:
-        known = [
-            times(file, line[1], direction, family.get("more", ()))
-            for file, direction in places(family, line)
-        ]
+        directions = line[3:] or [*DIRECTIONS][: len(groups(family))]
+        known = [times(line[0], line[1], direction, family.get("more", ())) for direction in directions]
         result.append(Line((line[2:] or line[1:])[0], (*known, *[None] * (len(groups(family)) - len(known)))))
     return result
 
 
 def further(file: str, direction: str) -> list[Times]:
     """All problems of a file that have ours and a peer."""
-    problems = dict.fromkeys(row["problem"] for row in rows(file))
+    problems = dict.fromkeys(row["problem"] for row in content(file)["rows"])
     return [known for problem in problems if (known := times(file, problem, direction))]
 
 
@@ -170,15 +150,18 @@ def summary(names: Sequence[str], against: str, body: Sequence[Line]) -> str:
 
 def source(files: Sequence[str]) -> str:
     """Devices, versions and, for each file, its commit and day."""
-    known = {file: environment(file) for file in files}
+    known = {file: runs(file) for file in files}
     versions: dict[str, dict[str, None]] = {}
-    for value in known.values():
-        for package, version in value["versions"].items():
+    for run in (run for value in known.values() for run in value):
+        for package, version in run["versions"].items():
             if version and package not in ("ejkernel-eqx", "jaxlib"):
                 versions.setdefault(package, {})[version] = None
-    devices = ", ".join(dict.fromkeys(value["device"] for value in known.values()))
+    devices = ", ".join(dict.fromkeys(value[0]["device"] for value in known.values()))
     packages = ", ".join(f"{package} {' or '.join(numbers)}" for package, numbers in versions.items())
-    places = [f"`{file}.json` ({value['commit']}, {value['date'][:10]})" for file, value in known.items()]
+    commits = {
+        file: ", ".join(dict.fromkeys(run["commit"] for run in value)) for file, value in known.items()
+    }
+    places = [f"`{file}.json` ({commits[file]}, {value[-1]['date'][:10]})" for file, value in known.items()]
     return f"*{devices}; {packages}; {', '.join(places)}.*"
 
 
@@ -189,7 +172,7 @@ def section(family: Mapping[str, Any]) -> list[str]:
         text.format(span([value.ratio for value in further(file, direction)]))
         for text, file, direction in also
     ]
-    files = [file for line in family["lines"] for file, _ in places(family, line)]
+    files = [line[0] for line in family["lines"]]
     files += [*family.get("more", ()), *(file for _, file, _ in also)]
     picture = (
         f'![{family["title"]}: speed over the {against}](assets/{family["name"]}_h200.png){{ width="480" }}'

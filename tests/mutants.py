@@ -130,7 +130,7 @@ FAULTS = (
     # models and published weights
     Fault("residual-scales-swapped", "models/layer.py", "_added", "zip((residual, branch), scales)", "zip((residual, branch), scales[::-1])", "models/test_decoder.py models/test_published.py"),
     Fault("encoder-norms-shifted", "models/filling_encoders.py", "filled_encoder", "form.norm.format(index - 1) if index", "form.norm.format(index) if index", "models/test_encoders.py"),
-    Fault("encoder-first-position", "models/encoder.py", "Encoder._places", "return at + first", "return at", "models/test_encoders.py"),
+    Fault("encoder-first-position", "models/encoder.py", "Encoder.__call__", "embed(self.positions, at + first)", "embed(self.positions, at)", "models/test_encoders.py"),
     Fault("encoder-window-whole", "weights/attention_configs.py", "_both_ways", "(window // 2, window // 2)", "(window, window)", "models/test_encoders.py"),
     Fault("embed-order", "models/embeddings.py", "embed", "[np.argsort(order)]", "[np.array(order)]", "models/test_embeddings.py"),
     Fault("pooler-first", "models/pooler.py", "Pooler.__call__", "jnp.cumsum(real, axis=-1) == 1", "jnp.arange(x.shape[-2]) == 0", "models/test_embeddings.py"),

@@ -1,6 +1,8 @@
 """The page of performance and the README's table are those that `docs/performance_page.py` writes from the results."""
 
+import collections
 import importlib.util
+import json
 import pathlib
 import re
 
@@ -31,10 +33,26 @@ def test_no_result_lies_unread():
     ]
     named = "\n".join(path.read_text(encoding="utf-8") for path in texts)
     results = [path.stem for path in (ROOT / "benchmarks/results").glob("*.json")]
-    read_by_tests = re.compile(
-        "tuned_|tpu_static_"
-    )  # `dispatch/test_shipped_rows.py`, `benchmarks/test_tpu_static.py`
-    assert results and not [name for name in results if name not in named and not read_by_tests.match(name)]
+    # `dispatch/test_shipped_rows.py`, `benchmarks/test_tpu_static.py`
+    read_by_tests = ("tuned_h200", "tpu_static")
+    assert results and not [name for name in results if name not in named and name not in read_by_tests]
+
+
+def test_every_benchmark_has_a_file_for_each_device():
+    """And no more: of each problem ours is there once. A row has the number of its run, if there are several."""
+    for path in (ROOT / "benchmarks/results").glob("*.json"):
+        known, ours = json.loads(path.read_text(encoding="utf-8")), collections.Counter()
+        if path.stem == "tpu_static":
+            continue
+        assert re.fullmatch(r"[a-z_]+_(h100|h200|cpu)", path.stem)
+        runs = PAGE.runs(path.stem)
+        assert len({run["device"] for run in runs}) == 1, path.stem
+        used = {row.get("run") for row in known["rows"]}
+        assert used == (set(range(len(runs))) if len(runs) > 1 else {None}), path.stem
+        for row in known["rows"]:
+            name = row.get("implementation", row.get("variant"))
+            ours[row.get("problem"), row.get("direction")] += name in PAGE.OURS
+        assert max(ours.values()) <= 1, path.stem
 
 
 def test_sizes_and_pictures():
@@ -52,18 +70,12 @@ def test_no_number_of_ours_is_written_by_hand():
 
 def test_the_fastest_peer_counts():
     """The strongest of the variants, in whichever file; slower is marked."""
-    known = PAGE.times(
-        "attention_backward_h200_triton_3.7.1",
-        "B4 S4096 H16 D128 causal",
-        "forward+backward",
-        ["attention_h200_triton_3.7.1"],
-    )
+    problem = "B4 S4096 H16 D128 causal"
+    known = PAGE.times("attention_h200", problem, "forward+backward")
     assert known.peer == "cuDNN (PyTorch)" and known.other_run and known.slower
     assert PAGE.cells(known)[-1].startswith("**0.9") and PAGE.cells(known)[-1].endswith(PAGE.SLOWER)
-    alone = PAGE.times("attention_backward_h200_triton_3.7.1", "B4 S4096 H16 D128 causal", "forward+backward")
-    assert alone.peer == "cuDNN (jax.nn)" and not alone.other_run and not alone.slower
-    causal = ("sparse_flex_h200_triton_3.7.1", "causal B2 S8192 H16 D128", "forward")
+    near = PAGE.times("decode_h200", "decode N64 S4096 p16 H32 KV8 D128", "forward")
+    assert near.peer == "Pallas (JAX)" and not near.other_run and not near.slower
+    causal = ("sparse_h200", "causal B2 S8192 H16 D128", "forward")
     assert PAGE.times(*causal).peer == "flex_attention"
-    assert PAGE.times(*causal, ["attention_h200_triton_3.6.0"]).peer == "cuDNN (PyTorch)", (
-        "known by another name"
-    )
+    assert PAGE.times(*causal, ["attention_h200"]).peer == "cuDNN (PyTorch)", "known by another name"

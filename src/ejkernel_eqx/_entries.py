@@ -75,6 +75,7 @@ _NAMES: tuple[tuple[_Kind, str], ...] = (
         "linear_value_head_dim linear_conv_kernel_dim linear_head_dim linear_num_heads "
         "moe_intermediate_size shared_expert_intermediate_size num_experts_per_tok top_k_experts default_num_experts "
         "attention_chunk_size floor_scale interleave_moe_layer_step intermediate_size_mlp "
+        "n_mamba_heads mamba_ngroups num_mem_blocks adapter_rank "
         "mamba_n_heads mamba_n_groups mamba_d_state mamba_d_conv mamba_d_ssm mamba_num_heads mamba_head_dim "
         "ssm_state_size moe_latent_size moe_shared_expert_intermediate_size conv_L_cache block_multiple_of block_ff_dim "
         "attn_layer_period expert_layer_period local_attention global_attn_every_n_layers "
@@ -113,6 +114,7 @@ _NAMES: tuple[tuple[_Kind, str], ...] = (
         _FLAG,
         "is_decoder norm_bias pooling_mode_cls_token pooling_mode_mean_tokens pooling_mode_max_tokens pooling_mode_lasttoken "
         "pooling_mode_mean_sqrt_len_tokens pooling_mode_weightedmean_tokens "
+        "use_mem_rope use_shared_attention_adapter use_long_context add_bias_linear "
         "mamba_rms_norm mamba_norm_before_gate projectors_bias conv_bias use_expert_bias tie_embedding "
         "block_auto_adjust_ff_dim linear_allow_neg_eigval "
         "use_parallel_residual use_double_wide_mlp new_decoder_architecture multi_query parallel_attn alibi bias use_qkv_bias "

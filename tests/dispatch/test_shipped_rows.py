@@ -14,7 +14,7 @@ from ejkernel_eqx.tuning.search import MARGIN
 
 FOLDER = pathlib.Path(ejx.__file__).parent / "data"
 TABLES = {path.relative_to(FOLDER).as_posix(): path for path in sorted(FOLDER.rglob("*.json"))}
-RESULTS = sorted((pathlib.Path(__file__).parents[2] / "benchmarks/results").glob("tuned_*.json"))
+TUNED = pathlib.Path(__file__).parents[2] / "benchmarks/results/tuned_h200.json"
 
 MEASURE_AGAIN = {
     "cuda: B4 D128 H16 K16 S4096 T4096 V128 bfloat16 causal top_left window=1023,0",
@@ -79,10 +79,9 @@ def test_operations_with_the_same_kernels_have_the_same_record(table):
         )
 
 
-@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
-def test_no_heuristic_is_faster_than_what_was_tuned(path):
+def test_no_heuristic_is_faster_than_what_was_tuned():
     """In the direction that decides, of the runs that the tables come from."""
-    for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+    for row in json.loads(TUNED.read_text(encoding="utf-8"))["rows"]:
         if ratios := row.get("ratio"):
             assert ratios.get(dispatch.BOTH, ratios[dispatch.FORWARD]) * MARGIN >= 1, row["problem"]
 

@@ -1,5 +1,6 @@
 """Published families beyond their logits: texts from caches, pages, a training step; and what their entries mean."""
 
+import dataclasses
 import functools
 import json
 import tempfile
@@ -150,6 +151,18 @@ def test_an_unknown_name_is_told_the_nearest_one():
         ("nemotron_h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act"),
         ("nemotron_h", {"mlp_hidden_act": "silu2"}, "hidden_act: expected one of .*'silu2'"),
         ("nemotron_h", {"mlp_bias": True}, "mlp_bias"),
+        ("zamba2", {"use_long_context": True}, "use_long_context"),
+        ("zamba2", {"use_conv_bias": False}, "use_conv_bias"),
+        ("zamba2", {"hidden_act": "silu2"}, "hidden_act: expected one of"),
+        ("zamba2", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act"),
+        ("zamba2", {"num_attention_heads": 3, "num_key_value_heads": 3}, "of the 16 features of hidden_size"),
+        ("zamba2", {"n_mamba_heads": 3}, "the 16 features of mamba_expand over mamba_n_heads=3"),
+        ("zamba2", {"mamba_ngroups": 3}, "mamba_n_groups: expected a divisor of mamba_n_heads=4"),
+        (
+            "zamba2",
+            {"layers_block_type": ["mamba", "attention"], "num_hidden_layers": 2},
+            "type 'full_attention'",
+        ),
         ("jamba", {"num_experts_per_tok": 4}, "num_experts_per_tok: expected at most the 3 experts"),
     ],
 )
@@ -406,13 +419,44 @@ def test_gpt2_as_it_is_published(tmp_path):
     model = ejx.models.from_pretrained(tmp_path, dtype="float32")
     same = lambda a, b: np.testing.assert_array_equal(a, b) if eqx.is_array(a) else None
     jax.tree.map(same, model, model_of("gpt2"))
-    with pytest.raises(ValueError, match="tokens: expected at most 24 in a row"):
-        model(jnp.zeros((1, 25), jnp.int32))
     with pytest.raises(ValueError, match="sequence_axis: expected None for a model with learned positions"):
         ejx.models.from_config(GOLDEN["gpt2"]["config"], sequence_axis="s", key=jax.random.key(0))
-    with pytest.warns(RuntimeWarning, match="the logits of rows .* are not finite"):
-        texts = ejx.models.generate(model, jnp.asarray(tokens()), max_new_tokens=20, stop_tokens=())
-    assert [len(text) for text in texts.texts()] == [12, 12]  # 24 positions, and the token after them
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_more_tokens_than_learned_positions():
+    """24: in a row, behind a cache, and in a program; in texts and requests."""
+    model, long = model_of("gpt2"), jnp.zeros((2, 26), jnp.int32)
+    message = "at most 24 tokens, the positions that the model has, received"
+    for given in (None, jnp.asarray([[True] * 26, [False] * 2 + [True] * 24])):
+        with pytest.raises(ValueError, match=f"{message} 26"):
+            model(long, padding_mask=given)
+    _, cache = model(long[:, :24], model.init_cache(2, 32))
+    with pytest.raises(ValueError, match=f"{message} 25"):
+        model(long[:, :1], cache)
+    with pytest.raises(Exception, match=f"{message} more"):
+        jax.block_until_ready(eqx.filter_jit(lambda cache: model(long[:, :1], cache)[0])(cache))
+    with pytest.raises(
+        ValueError, match=r"max_new_tokens: expected .* in 24 positions, .* received 13 \+ 13"
+    ):
+        ejx.models.generate(model, tokens(), max_new_tokens=13)
+    engine = ejx.serving.Engine(model, num_pages=8, page_size=8, max_batch=2)
+    with pytest.raises(
+        ValueError, match=r"prompt: expected at most 24 tokens including new ones, received 13 \+ 12"
+    ):
+        engine.submit(tokens()[0].tolist(), max_new_tokens=12)
+
+
+@pytest.mark.slow
+def test_learned_positions_are_those_of_each_text():
+    """Padding has none, each segment is a text of its own, and all may be used."""
+    model, long = model_of("gpt2"), jnp.asarray(tokens(2, 26))
+    real = jnp.broadcast_to(jnp.arange(26) > 1, (2, 26))
+    np.testing.assert_allclose(model(long, padding_mask=real)[:, 2:], model(long[:, 2:]), atol=1e-5)
+    halves = model(long, segment_ids=jnp.broadcast_to(jnp.arange(26) // 13, (2, 26)))
+    np.testing.assert_allclose(halves[:, 13:], model(long[:, 13:]), atol=1e-5)
+    texts = ejx.models.generate(model, tokens(), max_new_tokens=12, stop_tokens=())
+    assert bool(texts.finite.all()) and [len(text) for text in texts.texts()] == [12, 12]
 
 
 def test_shared_keys_of_gemma_4(tmp_path):
@@ -433,6 +477,72 @@ def test_shared_keys_of_gemma_4(tmp_path):
     with pytest.raises(
         ValueError, match="sequence_axis: expected None for a model with cross_layer_attention"
     ):
+        ejx.models.from_config(GOLDEN[kind]["config"], sequence_axis="s", key=jax.random.key(0))
+
+
+@pytest.mark.slow
+def test_layers_share_blocks(tmp_path):
+    """There is one copy of a block. Its gradient is the sum of those of copies, one for each layer."""
+    kind = "zamba2 with one block"
+    first, second = (f"model.layers.{index}.shared_transformer." for index in (0, 2))
+    arrays = drawn(GOLDEN[kind]["shapes"])
+    copies = {
+        name.replace(first, second): x for name, x in arrays.items() if "shared_transformer" in name
+    }  # with low-rank products of both layers
+    apart = {name: x for name, x in (arrays | copies).items() if "adapter_list" not in name}
+    apart |= {name: x for name, x in arrays.items() if "adapter_list.0" in name}
+    apart |= {name: x for name, x in copies.items() if "adapter_list.1" in name}
+
+    def model(arrays: Any, **config: Any) -> Any:
+        (tmp_path / "config.json").write_text(json.dumps(GOLDEN[kind]["config"] | config))
+        save_file(arrays, tmp_path / "model.safetensors")
+        return ejx.models.from_pretrained(tmp_path, dtype="float32")
+
+    shared, unshared = model(arrays), model(apart, num_mem_blocks=2)
+    assert [len(one.shared_blocks) for one in (shared, unshared)] == [1, 2]
+    loss = lambda model, rows: model.loss(model.features(rows[:, :-1]), rows[:, 1:])
+    step, rows = eqx.filter_jit(eqx.filter_value_and_grad(loss)), jnp.asarray(tokens())
+    (value, grads), (other, of_copies) = step(shared, rows), step(unshared, rows)
+    assert abs(float(value - other)) < 1e-5 * abs(float(other))
+    summed = jax.tree.map(jnp.add, *of_copies.shared_blocks)
+    for found, expected in zip(jax.tree.leaves(grads.shared_blocks[0]), jax.tree.leaves(summed)):
+        np.testing.assert_allclose(found, expected, atol=1e-4 * float(jnp.max(jnp.abs(expected))))
+    # A file may hold the copies, if they are equal.
+    same = lambda a, b: np.testing.assert_array_equal(a, b) if eqx.is_array(a) else None
+    jax.tree.map(same, model(arrays | copies), shared)
+    changed = {name: x + 1 for name, x in copies.items() if "q_proj" in name}
+    with pytest.raises(
+        ejx.CheckpointError, match=r"layers\.2.*the weights of '.*layers\.0.*share this block"
+    ):
+        model(arrays | copies | changed)
+
+
+@pytest.mark.slow
+def test_updates_of_shared_blocks():
+    """Behind the low-rank products that the model has itself."""
+    model, rows = model_of("zamba2"), jnp.asarray(tokens())
+    updated = ejx.models.add_lora(model, 2, key=jax.random.key(1))
+    is_lora = lambda node: isinstance(node, ejx.models.LoRA)
+    drawn = lambda node: eqx.tree_at(lambda m: m.b, node, jnp.ones_like(node.b)) if is_lora(node) else node
+    blocks = jax.tree.map(drawn, updated.shared_blocks, is_leaf=is_lora)
+    updated = eqx.tree_at(lambda m: m.shared_blocks, updated, blocks)
+    merged, logits = ejx.models.merge_lora(updated), updated(rows)
+    largest = float(jnp.max(jnp.abs(logits)))
+    np.testing.assert_allclose(merged(rows), logits, atol=1e-5 * largest)
+    assert float(jnp.max(jnp.abs(model(rows) - logits))) > 1e-2 * largest
+
+
+def test_blocks_that_are_none():
+    kind, (layer, *_) = "zamba2", ejx.models.decoder_config(GOLDEN["zamba2"]["config"]).layers
+    with pytest.raises(
+        ValueError, match=r"layers\[0\]\.shared_block: expected None or the number of one of the 0"
+    ):
+        ejx.models.DecoderConfig(61, 8, (dataclasses.replace(layer, shared_block=0),))
+    with pytest.raises(ValueError, match="shared_block: expected None but in a layer of a mixer alone"):
+        dataclasses.replace(layer, shared_block=0, mlp=ejx.models.MLPConfig(8))
+    with pytest.raises(ValueError, match="options: expected an entry 'num_kv_heads'"):
+        ejx.models.SharedBlockConfig(1, {"num_heads": 2}, ejx.models.MLPConfig(8), 4)
+    with pytest.raises(ValueError, match="sequence_axis: expected None for a model with shared blocks"):
         ejx.models.from_config(GOLDEN[kind]["config"], sequence_axis="s", key=jax.random.key(0))
 
 

@@ -23,11 +23,11 @@ def tensor_parallel(mesh: Any) -> Any:
     """Which weights are split over which axis, as users write it."""
 
     def sharding(path: str, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        name = path.split(".")[-2]
+        name, lead = path.split(".")[-2], () if path.startswith(".shared_blocks") else (None,)
         if name in _ROWS_OF:
-            return NamedSharding(mesh, P(None, HEADS))
+            return NamedSharding(mesh, P(*lead, HEADS))
         if name in ("o_proj", "down_proj"):
-            return NamedSharding(mesh, P(None, None, HEADS))
+            return NamedSharding(mesh, P(*lead, None, HEADS))
         return NamedSharding(mesh, P(None, HEADS) if "embedding" in path else P())
 
     return sharding
@@ -62,6 +62,7 @@ def test_shardings_that_are_none(sharding, message, tmp_path):
         ("explicit", "qwen2", "triton-interpret"),
         ("explicit without context", "mamba2", "triton-interpret"),
         ("automatic", "mixtral", "xla"),
+        ("explicit", "zamba2", "xla"),
     ],
 )
 def test_a_published_model_runs_on_a_mesh(kind, name, platform, tmp_path):

@@ -9,6 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 from ejkernel_eqx import models
 from ejkernel_eqx.models import mesh
+from tests.models.cases import tokens
+from tests.models.test_published import folder_of
 from tests.tolerances import assert_close
 
 ATTENTION = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
@@ -37,6 +39,19 @@ def test_a_mesh_of_two_axes_gives_the_loss_of_one_device():
     assert_close(loss, expected, dtype="float32")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt2", "gemma4_text whole", "zamba2"])
+def test_what_stands_beside_layers(kind, tmp_path, enable_x64):
+    """Learned positions, embeddings for each layer and shared blocks: features and texts are those of one device."""
+    mesh, batch = mesh_of(data=2, tensor=2), tokens(4, 13)
+    model = models.from_pretrained(folder_of(kind, tmp_path), dtype="float64")
+    placed, (inputs, _) = models.place(model, model, mesh), models.place_tokens(batch, mesh)
+    features = eqx.filter_jit(lambda model, ids: model.features(ids))
+    assert_close(features(placed, inputs), features(model, batch[:, :-1]), dtype="float64")
+    continued = lambda *given: models.generate(*given, max_new_tokens=4, stop_tokens=()).tokens
+    np.testing.assert_array_equal(continued(placed, inputs), continued(model, batch[:, :-1]))
+
+
 @pytest.mark.parametrize(
     ("sizes", "path", "shape", "spec"),
     [
@@ -50,11 +65,15 @@ def test_a_mesh_of_two_axes_gives_the_loss_of_one_device():
         ({"tensor": 4}, "mixer.k_proj", (1, 16, 32), P()),
         ({"data": 4}, "mlp.up_proj", (1, 64, 30), P()),
         ({"tensor": 2}, "mixer_norm", (1, 32), P()),
+        # What Gemma 4 and Zamba2 have besides.
+        ({"data": 2, "tensor": 2}, ".layer_embedding.embed_tokens_per_layer", (48, 64), P("tensor", "data")),
+        ({"data": 2}, "per_layer_projection", (1, 32, 8), P(None, None, "data")),
+        ({"data": 2, "tensor": 2}, ".shared_blocks[0].feed_forward.down_proj.weight", (32, 64), P("data", "tensor")),
     ],
 )  # fmt: skip
 def test_how_an_array_is_split(sizes, path, shape, spec):
     leaf = jax.ShapeDtypeStruct(shape, jnp.float32)
-    name = f".stacks[0][0].{path}.weight"
+    name = path if path.startswith(".") else f".stacks[0][0].{path}.weight"
     found = models.partition_spec(name, leaf, decoder(), mesh_of(**sizes))
     assert tuple(found) == tuple(spec)
 

@@ -240,17 +240,17 @@ def test_what_has_no_pages_runs_over_rows():
     }
     for options, tokens in cases.values():
         cache, x = model.init_cache(ROWS, 16, **options), jnp.zeros((ROWS, tokens, 32))
-        assert not have_pages(model.stacks, x, cache, {})
-    assert have_pages(model.stacks, jnp.zeros((ROWS, 1, 32)), model.init_cache(ROWS, 16), {})
+        assert not have_pages(model, x, cache, {})
+    assert have_pages(model, jnp.zeros((ROWS, 1, 32)), model.init_cache(ROWS, 16), {})
     # Arrays on several devices, also where the compiler splits them.
     mesh = jax.make_mesh((2,), ("rows",), (jax.sharding.AxisType.Auto,))
     spread = jax.device_put(
         jnp.zeros((2, 1, 32)), jax.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
     )
-    paged = lambda x: jnp.asarray(have_pages(model.stacks, x, model.init_cache(2, 16), {}))
+    paged = lambda x: jnp.asarray(have_pages(model, x, model.init_cache(2, 16), {}))
     assert not jax.jit(paged)(spread) and jax.jit(paged)(jnp.zeros((2, 1, 32)))
     plain = model_of("window", "xla")
-    assert not have_pages(plain.stacks, jnp.zeros((ROWS, 1, 32)), plain.init_cache(ROWS, 16), {})
+    assert not have_pages(plain, jnp.zeros((ROWS, 1, 32)), plain.init_cache(ROWS, 16), {})
 
 
 def test_states_have_no_capacity():

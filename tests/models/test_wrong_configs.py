@@ -67,7 +67,7 @@ def check_all_entries(read, config, known=frozenset()):
 
 # Together they read what all kinds do.
 READ = ("llama", "phi3", "gemma3_text", "gpt_oss", "mamba", "mamba2", "qwen3_next", "qwen2_moe", "minimax")
-HYBRIDS = ("bamba", "falcon_h1", "jamba", "lfm2", "lfm2_moe", "nemotron_h", "olmo_hybrid")
+HYBRIDS = ("bamba", "falcon_h1", "jamba", "lfm2", "lfm2_moe", "nemotron_h", "olmo_hybrid", "zamba2")
 
 
 @pytest.mark.few(1)

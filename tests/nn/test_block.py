@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx.models import Decoder, DecoderConfig, generate, LayerConfig, MLPConfig
-from ejkernel_eqx.models.layer import MLP
+from ejkernel_eqx.models.mlp import MLP
 from ejkernel_eqx.nn import MultiHeadAttention, RotaryEmbedding
 from tests.attention.dense import normal
 from tests.tolerances import assert_close

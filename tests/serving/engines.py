@@ -11,7 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.models import BranchConfig, Decoder, DecoderConfig, LayerConfig, MLPConfig, MoEConfig
+from ejkernel_eqx.models import (
+    BranchConfig,
+    Decoder,
+    DecoderConfig,
+    LayerConfig,
+    MLPConfig,
+    MoEConfig,
+    SharedBlockConfig,
+)
 from ejkernel_eqx.serving import Engine
 from ejkernel_eqx.serving.pages import Pages
 
@@ -32,8 +40,10 @@ MIXERS: dict[str, tuple[str, dict[str, Any]]] = {
     "kda": ("kimi_delta_attention", {"num_heads": 4, "head_dim": 8}),
     "short": ("gated_short_convolution", {}),
     "beside": ("attention", {**HEADS, "rope": ROPE}),  # Mamba-2
+    "shared": ("mamba2", {"head_dim": 8, "state_size": 16}),  # behind a block that layers share
 }
 BESIDE = BranchConfig("mamba2", {"head_dim": 8, "state_size": 16}, (0.8, 0.6))
+BLOCK = SharedBlockConfig(1, {**HEADS, "head_dim": 8, "rope": ROPE}, MLPConfig(48), 4, True)
 HYBRID = "mamba2,attention"
 
 
@@ -44,9 +54,12 @@ def model_of(mixer: str, layers: int | None = None, platform: str | None = None)
     experts = {"hidden_dim": 48, "num_experts": 8, "top_k": 2}
     dense = MLPConfig(96) if not mlp else MoEConfig(experts)
     beside = lambda name: BESIDE if name == "beside" else None
-    pattern = [LayerConfig(*MIXERS[name], dense, beside=beside(name)) for name in names.split(",")]
+    shared = {"shared": LayerConfig(*MIXERS["shared"], shared_block=0)}
+    plain = lambda name: LayerConfig(*MIXERS[name], dense, beside=beside(name))
+    pattern = [shared.get(name) or plain(name) for name in names.split(",")]
     repeats = 2 if layers is None else layers // len(pattern)
-    config = DecoderConfig(256, 32, (*pattern,) * repeats, norm_eps=1e-5)
+    blocks = BLOCK if "shared" in names else None
+    config = DecoderConfig(256, 32, (*pattern,) * repeats, norm_eps=1e-5, shared_blocks=blocks)
     return Decoder(config, platform=platform, key=jax.random.key(0))
 
 

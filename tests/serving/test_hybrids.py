@@ -8,7 +8,15 @@ from ejkernel_eqx.models import Speculation
 
 from .engines import check_empty, check_whole, make_engine, serve
 
-MIXERS = ("beside", "short,attention", "mamba1,attention", "mamba2,attention", "delta,attention", "kda,mla")
+MIXERS = (
+    "beside",
+    "shared,mamba2,shared",
+    "short,attention",
+    "mamba1,attention",
+    "mamba2,attention",
+    "delta,attention",
+    "kda,mla",
+)
 SYSTEM = bytes([10, 11, 12, 13, 14] * 3 + [7, 8])  # four pages and a token
 
 

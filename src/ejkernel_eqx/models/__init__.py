@@ -8,13 +8,13 @@ from .config import EncoderConfig as EncoderConfig
 from .config import LayerConfig as LayerConfig
 from .config import MLPConfig as MLPConfig
 from .config import MoEConfig as MoEConfig
+from .config import SharedBlockConfig as SharedBlockConfig
 from .decoder import Decoder as Decoder
 from .embeddings import embed as embed
 from .encoder import Encoder as Encoder
 from .generate import generate as generate
 from .generate import Generated as Generated
 from .layer import DecoderLayer as DecoderLayer
-from .layer import MLP as MLP
 from .lora import add_lora as add_lora
 from .lora import LoRA as LoRA
 from .lora import merge_lora as merge_lora
@@ -26,6 +26,7 @@ from .mesh import place as place
 from .mesh import place_tokens as place_tokens
 from .mesh import split_cross_entropy as split_cross_entropy
 from .mixers import MIXERS as MIXERS
+from .mlp import MLP as MLP
 from .pooler import Pooler as Pooler
 from .pretrained import from_config as from_config
 from .pretrained import from_pretrained as from_pretrained

@@ -28,8 +28,7 @@ class DecoderCache(Module):
     @classmethod
     def init(
         cls,
-        stacks: Any,
-        repeats: Any,
+        model: Any,
         batch_shape: Any,
         max_length: int,
         dtype: DTypeLike | None,
@@ -47,10 +46,11 @@ class DecoderCache(Module):
             )
             return mixer.init_cache(*sizes, rolling=True) if rolls else mixer.init_cache(*sizes)
 
-        each = lambda stack, count: tuple(
-            empty(layer, mixer, count) for layer in stack for mixer in layer.mixers
+        blocks = model.shared_blocks
+        each = lambda stack, shape: tuple(
+            empty(layer, mixer, shape[2]) for layer in stack for mixer in layer.mixers(blocks)
         )
-        return cls(tuple(map(each, stacks, repeats)))
+        return cls(tuple(map(each, model.stacks, model.config.stacks())))
 
     @property
     def overflowed(self) -> Array:

@@ -68,12 +68,7 @@ class MoEConfig:
 
     def __post_init__(self):
         object.__setattr__(self, "options", _sorted(self.options))
-        for name in ("hidden_dim", "num_experts", "top_k"):
-            if name not in dict(self.options):
-                raise ValueError(
-                    f"options: expected an entry {name!r}, received {', '.join(dict(self.options)) or 'none'}; it is an argument of "
-                    "MixtureOfExperts without a default."
-                )
+        _check_entries(self.options, ("hidden_dim", "num_experts", "top_k"), "MixtureOfExperts")
 
     @property
     def num_experts(self) -> int:
@@ -104,6 +99,45 @@ class BranchConfig:
         _check_one_of("mixer", self.mixer, MIXERS)
         object.__setattr__(self, "options", _sorted(self.options))
         _check_scales("scales", self.scales, "the first mixer and this one")
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedBlockConfig:
+    """Blocks of attention and an MLP that layers share (Zamba2). A block takes the tokens and their embeddings side by side. Each layer has low-rank
+    products beside the block's projections, and a projection behind it; the result is added to what the mixer of the layer takes.
+
+    **Arguments:**
+
+    - `count`: blocks.
+    - `options`: what [`ejkernel_eqx.nn.MultiHeadAttention`][] is built with, besides widths, dtypes, platform and key: at least `num_heads`,
+        `num_kv_heads` and `head_dim`.
+    - `mlp`: an `MLPConfig` with a gate.
+    - `adapter_rank`: features between the two matrices of each low-rank product.
+    - `attention_adapters`: whether those are also beside the projections of queries, keys and values.
+    """
+
+    count: int
+    options: Any
+    mlp: MLPConfig
+    adapter_rank: int
+    attention_adapters: bool = False
+
+    def __post_init__(self):
+        check_sizes(count=self.count, adapter_rank=self.adapter_rank)
+        check_flags(attention_adapters=self.attention_adapters)
+        object.__setattr__(self, "options", _sorted(self.options))
+        _check_entries(self.options, ("num_heads", "num_kv_heads", "head_dim"), "MultiHeadAttention")
+        if not isinstance(self.mlp, MLPConfig) or not self.mlp.gated:
+            raise ValueError(f"mlp: expected an MLPConfig with a gate, received {self.mlp!r}.")
+
+
+def _check_entries(options: Any, names: tuple[str, ...], layer: str) -> None:
+    for name in names:
+        if name not in dict(options):
+            raise ValueError(
+                f"options: expected an entry {name!r}, received {', '.join(dict(options)) or 'none'}; it is an argument of {layer} that has to "
+                "be there."
+            )
 
 
 def _check_scales(name: str, scales: Any, of: str) -> None:
@@ -140,6 +174,8 @@ class LayerConfig:
     - `experts`: a `MoEConfig` for experts beside the MLP, with norms of their own (Gemma 4); default none.
     - `gives_keys`: whether later layers read the keys and values of this one. Its mixer is then `"attention"`.
     - `keys_of`: for `"cross_layer_attention"`, the index of the layer whose keys and values it reads.
+    - `shared_block`: the index of a block of `DecoderConfig(shared_blocks=)`, whose output is added to the input of the mixer (Zamba2). Such a
+        layer is a mixer alone.
 
     **Raises:** `ValueError` for values that do not fit together, with the remedy.
     """
@@ -155,6 +191,7 @@ class LayerConfig:
     experts: MoEConfig | None = None
     gives_keys: bool = False
     keys_of: int | None = None
+    shared_block: int | None = None
 
     def __post_init__(self):
         from .mixers import MIXERS
@@ -178,6 +215,11 @@ class LayerConfig:
             raise ValueError(
                 f"beside: expected a BranchConfig or None, received {type(self.beside).__name__}; BranchConfig(mixer, options) is one."
             )
+        alone = LayerConfig(self.mixer, self.options) if self.shared_block is not None else None
+        if alone is not None and dataclasses.replace(self, shared_block=None) != alone:
+            raise ValueError(
+                f"shared_block: expected None but in a layer of a mixer alone, received {self.shared_block!r}; leave the other arguments out."
+            )
         for name in ("mixer_scales", "mlp_scales"):
             _check_scales(name, getattr(self, name), "the residual and the branch")
 
@@ -200,9 +242,10 @@ class DecoderConfig:
     - `logits_scale`: a factor of the logits (Granite, Cohere).
     - `norm_type`: `"rms"`; `"layer"` for layer norms, which subtract the mean; `"layer_without_bias"` (Cohere).
     - `head_bias`: whether the head has a bias (Phi-2). A head that is the embedding has none.
-    - `max_positions`: the number of learned embeddings of positions, which are added to those of the tokens (GPT-2, OPT); default none. The results
-        of tokens at later positions are NaN.
+    - `max_positions`: the number of learned embeddings of positions, which are added to those of the tokens (GPT-2, OPT); default none. A text of
+        more tokens is an error. In a program for a GPU, the results of tokens at later positions are NaN.
     - `layer_embedding`: the features of a further embedding of the tokens for each layer, which is added after the MLP (Gemma 4); default none.
+    - `shared_blocks`: a `SharedBlockConfig` for blocks that layers share (Zamba2); default none.
     - `published`: the text of the `config.json` that this was read from, if any. `save_pretrained` writes it. Comparisons leave it out.
 
     **Raises:** `ValueError` for values that do not fit together, with the remedy.
@@ -222,6 +265,7 @@ class DecoderConfig:
     head_bias: bool = False
     layer_embedding: int | None = None
     max_positions: int | None = None
+    shared_blocks: SharedBlockConfig | None = None
     published: str | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self):
@@ -246,7 +290,13 @@ class DecoderConfig:
         _check_one_of("norm_type", self.norm_type, _NORM_TYPES)
 
     def _check_keys(self) -> None:
+        blocks = 0 if self.shared_blocks is None else self.shared_blocks.count
         for index, layer in enumerate(self.layers):
+            if layer.shared_block is not None and not 0 <= layer.shared_block < blocks:
+                raise ValueError(
+                    f"layers[{index}].shared_block: expected None or the number of one of the {blocks} blocks of shared_blocks, received "
+                    f"{layer.shared_block!r}; they are counted from 0."
+                )
             if (layer.mixer == "cross_layer_attention") != (layer.keys_of is not None):
                 raise ValueError(
                     f"layers[{index}].keys_of: expected a number for 'cross_layer_attention' and None for others, received {layer.keys_of!r}."

@@ -18,6 +18,7 @@ from ..dispatch import Backend, place_of_calls
 from ..losses import LinearCrossEntropy
 from ..nn import CacheState, ExpertParallel, RouterStatistics
 from ..nn.arguments import check_flags
+from ..nn.few_rows import Norm, normed
 from ..nn.initial import keys_of, normal
 from ..nn.parts import Parts
 from ..nn.projection import are_few
@@ -27,12 +28,14 @@ from ..quantised import dequantise
 from .caches import DecoderCache, ServingCache
 from .config import DecoderConfig, MoEConfig
 from .filling import filled_decoder
-from .layer import DecoderLayer, Norm, norm_of, normed
+from .layer import DecoderLayer
 from .layer_embedding import LayerEmbedding
 from .layer_inputs import LayerInputs
+from .mlp import norm_of
 from .pooler import Pooler
 from .positions import embed_positions
 from .rows_as_pages import as_differentiated, have_pages, meshes_of, MOST_TOKENS, PagedRows
+from .shared_block import SharedBlock
 from .split import split_options
 from .vocabulary import check_rows, embed, in_vocabulary, logits_of
 
@@ -73,7 +76,7 @@ def _with_caches(
     """The tokens after some layers, and their new caches."""
     new, given = [], iter(caches)
     for place, layer in enumerate(layers):
-        own: list[Any] = [next(given) for _ in layer.mixers]
+        own: list[Any] = [next(given) for _ in layer.mixers(inputs.shared_blocks)]
         x, cache = layer(
             x, tuple(own) if len(own) > 1 else own[0], inputs.of(place, layer.config.keys_of), **rows
         )
@@ -117,6 +120,7 @@ class Decoder(Module):
     embedding: Array  # [vocabulary, E]
     positions: Array | None  # [positions, E]
     layer_embedding: LayerEmbedding | None
+    shared_blocks: tuple[SharedBlock, ...]
     stacks: tuple[
         tuple[DecoderLayer, ...], ...
     ]  # for each a pattern of layers, with a leading axis of repetitions
@@ -183,12 +187,12 @@ class Decoder(Module):
         options |= {"platform": platform, "compute_dtype": self.compute_dtype}
         self.positions = None
         if config.max_positions is not None:
-            if sequence_axis is not None:
-                raise ValueError(
-                    f"sequence_axis: expected None for a model with learned positions, received {sequence_axis!r}; it needs all tokens of a row."
-                )
             self.positions = normal(jax.random.fold_in(key, 2), (config.max_positions, width), dtype, std)
-        options |= {"layer_embedding": config.layer_embedding}
+        blocks = config.shared_blocks
+        block_keys = jax.random.split(jax.random.fold_in(key, 3), 0 if blocks is None else blocks.count)
+        of_block: Any = {"platform": platform, "compute_dtype": self.compute_dtype, "dtype": dtype}
+        self.shared_blocks = tuple(SharedBlock(config, **of_block, key=key) for key in block_keys)
+        options |= {"layer_embedding": config.layer_embedding, "shared_blocks": blocks}
         self.layer_embedding = None
         if (features := config.layer_embedding) is not None:
             at_layers = Parts(jax.random.fold_in(key, 1), 2, dtype, compute_dtype)
@@ -256,7 +260,7 @@ class Decoder(Module):
         - `rolling`: whether layers with a sliding window keep only the tokens of the window ([`ejkernel_eqx.nn.RollingKVCache`][]).
         """
         check_flags(rolling=rolling)
-        return DecoderCache.init(self.stacks, self._repeats(), batch_shape, max_length, dtype, rolling)
+        return DecoderCache.init(self, batch_shape, max_length, dtype, rolling)
 
     def init_serving_cache(
         self,
@@ -272,13 +276,14 @@ class Decoder(Module):
         layer has `num_pages` pages, and each recurrent layer has `num_slots` slots."""
         sizes = {"num_pages": num_pages, "page_size": page_size, "num_slots": num_slots}
         kept = {"dtype": dtype, "scales": scales, "num_draft_tokens": num_draft_tokens}
-        make = lambda stack, repeats: CacheState.init(
-            [mixer for layer in stack for mixer in layer.mixers], **sizes, **kept, batch_shape=(repeats,)
-        )
-        return ServingCache(tuple(make(*both) for both in zip(self.stacks, self._repeats())))
+        make = lambda mixers, shape: CacheState.init(mixers, **sizes, **kept, batch_shape=shape[2:])
+        return ServingCache(tuple(map(make, self.mixers, self.config.stacks())))
 
-    def _repeats(self) -> tuple[int, ...]:
-        return tuple(repeats for _, _, repeats in self.config.stacks())
+    @property
+    def mixers(self) -> list[list[Any]]:
+        """Those of each stack, in the order of their caches."""
+        of = lambda stack: [mixer for layer in stack for mixer in layer.mixers(self.shared_blocks)]
+        return [of(stack) for stack in self.stacks]
 
     # Calls
 
@@ -350,7 +355,7 @@ class Decoder(Module):
             )
         if "batch" in rows:
             return self._through(self._serve, x, cache, rows, of_layers)
-        is_paged = have_pages(self.stacks, x, cache, rows)
+        is_paged = have_pages(self, x, cache, rows)
         if is_paged or not stops_programs():
             cache.check_room(x.shape[-2], rows.get("padding_mask"))
         over_rows = lambda model, *given: model._through(model._decode, *given)
@@ -362,9 +367,9 @@ class Decoder(Module):
     ) -> tuple[Array, list[RouterStatistics]]:
         """The input of the head from embedded tokens `[..., T, E]`. On request also the statistics of routers, one for each stack. `rows` was checked
         before."""
-        found, keys = [], {}
+        found, keys, shared = [], {}, (x, self.shared_blocks)
         for shape, stack in zip(self.config.stacks(), self.stacks):
-            inputs = LayerInputs(_of_stack(shape, of_layers), keys)
+            inputs = LayerInputs(_of_stack(shape, of_layers), keys, *shared)
             x, statistics, new = self._train(stack, shape, x, rows, return_statistics, inputs)
             found, keys = found + statistics, keys | new
         return normed(self.norm, x), found
@@ -382,14 +387,14 @@ class Decoder(Module):
         self, run: Any, x: Array, cache: Any, rows: dict[str, Any], of_layers: Array | None
     ) -> tuple[Array, Any]:
         """The input of the head and the new cache, by `_decode` or `_serve`."""
-        caches, keys = [], {}
+        caches, keys, shared = [], {}, (x, self.shared_blocks)
         for shape, stack, own in zip(self.config.stacks(), self.stacks, cache.stacks):
-            inputs = LayerInputs(_of_stack(shape, of_layers), keys)
+            inputs = LayerInputs(_of_stack(shape, of_layers), keys, *shared)
             x, own = run(stack, shape[2], x, own, rows, inputs)
             caches.append(own)
             for place, layer in enumerate(stack):
                 if layer.config.gives_keys:  # whose stack is repeated once
-                    number = sum(len(before.mixers) for before in stack[:place])
+                    number = sum(len(before.mixers(self.shared_blocks)) for before in stack[:place])
                     keys = keys | {shape[0] + place: _keys_in(own, number, rows)}
         return normed(self.norm, x), type(cache)(tuple(caches))
 

@@ -10,15 +10,15 @@ from jax.typing import DTypeLike
 
 from .._jitted import compiled_call
 from .._signatures import Module
-from .._values import check_known, checked, checks_traced, stopped
+from .._values import checked
+from ..nn.few_rows import Norm, normed
 from ..nn.initial import keys_of, normal
-from ..nn.tokens import ids_of
-from ..sequences import segment_positions
 from .config import EncoderConfig
 from .decoder import Decoder, TIED_STD
 from .filling_encoders import filled_encoder
-from .layer import Norm, norm_of, normed
+from .mlp import norm_of
 from .pooler import Pooler
+from .positions import positions_of
 from .vocabulary import check_rows, embed, in_vocabulary
 
 
@@ -91,7 +91,9 @@ class Encoder(Module):
         tokens = in_vocabulary(tokens, body.embedding.shape[0], rows)
         x = embed(body.embedding, tokens) * jnp.asarray(body.config.embedding_scale, body.embedding.dtype)
         if self.positions is not None:
-            x = x + embed(self.positions, self._places(tokens, rows))
+            first = self.config.first_position
+            at = positions_of(tokens, rows, self.config.num_positions - first)
+            x = x + embed(self.positions, at + first)
         if self.token_types is not None:
             given = np.zeros(tokens.shape, np.int32) if token_types is None else token_types
             count = self.config.num_token_types
@@ -104,26 +106,5 @@ class Encoder(Module):
             )
         x = x.astype(x.dtype if body.compute_dtype is None else body.compute_dtype)
         return body.through_layers(normed(self.embedding_norm, x), rows)[0]
-
-    def _places(self, tokens: Array, rows: dict[str, Any]) -> Array:
-        """The learned position of each token, `[..., T]`, counted within each text."""
-        first, given = self.config.first_position, (rows.get("segment_ids"), rows.get("padding_mask"))
-        room = self.config.num_positions - first
-        say = lambda found: (
-            f"tokens: expected texts of at most {room} tokens, the positions that the model has, received {found}; shorten the text."
-        )
-
-        def places(given: Any) -> Array:
-            ids = ids_of(*given)
-            return segment_positions(jnp.zeros(tokens.shape, jnp.int32) if ids is None else ids)
-
-        def check(given: Any) -> None:
-            if (longest := 1 + int(np.max(places(given), initial=-1))) > room:
-                raise ValueError(say(longest))
-
-        at = places(given)
-        if not check_known(given, check) and checks_traced():
-            at = stopped(at, at >= room, say("more"))
-        return at + first
 
     _published = filled_encoder

@@ -12,7 +12,7 @@ from .._errors import CheckpointError
 from ..quantised.dequantise import is_quantised
 from ..weights.attention import transposed
 from ..weights.experts import fused_mlp
-from ..weights.fill import fill, is_parameter, placed_as, sharding_of
+from ..weights.fill import fill, is_parameter, placed_as, replaced, sharding_of
 from ..weights.quantised.values import check_alike, empty_stack, rows_of
 
 _ROOTS = ("model", "backbone", "model.language_model", "language_model.model", "transformer", "gpt_neox")
@@ -58,6 +58,13 @@ _OWN_NAMES = (
     "post_per_layer_input_norm",
 )
 """Fields of a layer that are published by their names."""
+_ADAPTERS = {
+    "gate_up_proj": "feed_forward.gate_up_proj_adapter_list",
+    "q_proj": "self_attn.linear_q_adapter_list",
+    "k_proj": "self_attn.linear_k_adapter_list",
+    "v_proj": "self_attn.linear_v_adapter_list",
+}
+"""Published names of the low-rank products of a layer, in the shared block."""
 _GLM4_NORMS = (
     "input_layernorm",
     "post_self_attn_layernorm",
@@ -92,43 +99,75 @@ def _outer(model: Any, weights: Any) -> _Outer:
 def parts_of(model: Any, weights: Any) -> Iterator[tuple[Any, Callable[..., Any], tuple[Any, ...]]]:
     """The parts of a model, one after the other. Each comes with the function that fills it and the views of its published arrays."""
     outer = _outer(model, weights)
+    for name, read, view in _beside_layers(model, outer):
+        yield getattr(model, name), read, (view,)
+    views = _views_of_layers(model, outer.body)
+    for index in range(model.num_layers):
+        yield model.layer(index), filled_layer, views(index)
+    for number, block in enumerate(model.shared_blocks):
+        yield block, fill, (_views_of_block(model, outer.body, number)[0],)
+
+
+def _beside_layers(model: Any, outer: _Outer) -> list[tuple[str, Callable[..., Any], Any]]:
+    """The fields of a model that are beside the layers and there, each with the function that fills it and its view."""
     body = outer.body
-    yield model.embedding, lambda like, view: view.take(outer.embedding, like.shape, like.dtype), (body,)
-    if model.positions is not None:
-        yield model.positions, _filled_positions, (body,)
-    if model.layer_embedding is not None:
-        yield model.layer_embedding, fill, (body,)
-    name, blocks = _layers_of(body), _blocks(body, model.config.layers)
-    for index, both in enumerate(blocks):
-        yield model.layer(index), filled_layer, tuple(body.at(f"{name}.{block}") for block in both)
-    yield model.norm, fill, (outer.norm,)
-    if model.head is not None:
-        yield model.head, fill, (outer.head,)
+    take = lambda like, view: placed_as(view.take(outer.embedding, like.shape, like.dtype), like)
+    parts = [("embedding", take, body), ("positions", _filled_positions, body)]
+    parts += [("layer_embedding", fill, body), ("norm", fill, outer.norm), ("head", fill, outer.head)]
+    return [part for part in parts if getattr(model, part[0]) is not None]
 
 
 def filled_decoder(model: Any, weights: Any) -> Any:
     """The model with published weights, read a layer at a time."""
-    views, body, name, norms, heads = _outer(model, weights)
-    table = model.embedding
-    embedding = placed_as(body.take(name, table.shape, table.dtype), table)
-    positions = _filled_positions(model.positions, body)
-    norm = fill(model.norm, norms)
-    of_layers = model.layer_embedding
-    of_layers = None if of_layers is None else fill(of_layers, body)
-    head = model.head
-    if head is not None:
-        head = fill(head, heads)
-    else:
-        for view in views:
-            _check_tied(view, embedding)
-    name = _layers_of(body)
-    blocks = _blocks(body, model.config.layers)
-    check_layers(body, max(max(both) for both in blocks) + 1, name)
-    views_of = lambda index: tuple(body.at(f"{name}.{block}") for block in blocks[index])
-    stacks = filled_stacks(model, views_of, filled_layer)
-    where = lambda m: (m.embedding, m.positions, m.layer_embedding, m.norm, m.head, m.stacks)
-    new = (embedding, positions, of_layers, norm, head, stacks)
-    return eqx.tree_at(where, model, new, is_leaf=lambda leaf: leaf is None)
+    outer = _outer(model, weights)
+    new: dict[str, Any] = {
+        name: read(getattr(model, name), view) for name, read, view in _beside_layers(model, outer)
+    }
+    if model.head is None:
+        for view in outer.views:
+            _check_tied(view, new["embedding"])
+    body, name = outer.body, _layers_of(outer.body)
+    check_layers(body, 1 + max(max(both) for both in _blocks(body, model.config.layers)), name)
+    new["shared_blocks"] = tuple(
+        _filled_block(block, _views_of_block(model, body, number))
+        for number, block in enumerate(model.shared_blocks)
+    )
+    new["stacks"] = filled_stacks(model, _views_of_layers(model, body), filled_layer)
+    return replaced(model, new)
+
+
+def _views_of_layers(model: Any, body: Any) -> Callable[[int], tuple[Any, ...]]:
+    """From the number of a layer to the views that `filled_layer` takes."""
+    name, layers = _layers_of(body), model.config.layers
+    blocks, at = _blocks(body, layers), lambda block: body.at(f"{name}.{block}")
+    sharing = [index for index, layer in enumerate(layers) if layer.shared_block is not None]
+
+    def views(index: int) -> tuple[Any, ...]:
+        of_block = []
+        if index in sharing:  # what all layers of a block have of it stands in the first
+            first = _views_of_block(model, body, layers[index].shared_block)[0]
+            of_block = [first.at(f"{beside}.{sharing.index(index)}") for beside in _ADAPTERS.values()]
+        return *map(at, blocks[index]), *of_block
+
+    return views
+
+
+def _views_of_block(model: Any, body: Any, number: int) -> list[Any]:
+    """Those of a shared block in each of its layers; most files have the first alone."""
+    indices = [i for i, layer in enumerate(model.config.layers) if layer.shared_block == number]
+    return [body.at(f"layers.{index}.shared_transformer") for index in indices]
+
+
+def _filled_block(block: Any, views: list[Any]) -> Any:
+    new = fill(block, views[0])
+    for view in views[1:]:
+        if view.names() and not eqx.tree_equal(fill(block, view), new):
+            raise CheckpointError(
+                f"{view.prefix!r}: expected the weights of {views[0].prefix!r}, as layers share this block, received others; "
+                "the model was trained with blocks that are not shared, for which there is no Decoder."
+            )
+        view.skip("*_adapter_list.*")
+    return new
 
 
 def _layers_of(body: Any) -> str:
@@ -224,8 +263,17 @@ def _written(index: Any, x: Any, buffer: Any) -> Any:
     return buffer.at[index].set(x)
 
 
-def filled_layer(layer: Any, view: Any, of_mlp: Any) -> Any:
-    """A layer filled from `weights`. `of_mlp` is the view of the MLP and its norms, where that is a block of its own."""
+def filled_layer(layer: Any, view: Any, of_mlp: Any, *of_adapters: Any) -> Any:
+    """A layer filled from `view`. `of_mlp` is the view of the MLP and its norms, where that is a block of its own. `of_adapters` are the views of
+    the names in `_ADAPTERS`."""
+    if of_adapters:
+        own = layer.block_adapters
+        beside = {
+            name: fill(low, dict(zip(_ADAPTERS, of_adapters))[name]) for name, low in own.beside.items()
+        }
+        own = replaced(own, {"linear": fill(own.linear, view.at("linear")), "beside": beside})
+        layer = replaced(layer, {"block_adapters": own})
+        view = of_mlp = view.at("mamba_decoder")
     names = _NORM_NAMES[layer.config.norms]
     if view.has("post_self_attn_layernorm.weight"):
         names = _GLM4_NORMS

@@ -69,7 +69,7 @@ FORMS: dict[str, Form] = {
 ONLY_LIKE = tuple(
     (
         "bamba dots1 falcon falcon_h1 gemma4_text gpt2 jamba kimi_linear lfm2 lfm2_moe nemotron_h "
-        "olmo_hybrid opt"
+        "olmo_hybrid opt zamba2"
     ).split()
 )
 """Families whose published names or shapes are taken from a published file alone."""

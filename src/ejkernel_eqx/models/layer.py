@@ -12,122 +12,21 @@ from jax import Array
 from .._jitted import compiled_call
 from .._signatures import Module
 from ..attention.ring.arguments import Split
-from ..dispatch import PlatformLike
 from ..matmul import Matmul
 from ..nn import ExpertParallel, MixtureOfExperts, MultiHeadAttention, RecurrentLayer, RouterStatistics
-from ..nn.activations import gated, matmul_options, ungated
-from ..nn.few_rows import added, Block, check_block, laid_out_as, Norm, normed, projected, with_residual
-from ..nn.few_rows import gated as gated_rows
+from ..nn.activations import gated
+from ..nn.few_rows import laid_out_as, Norm, normed
 from ..nn.initial import keys_of
 from ..nn.parts import Parts
 from ..nn.projection import are_few, multiplied_by, project
 from ..nn.token_order import in_temporal_order, is_zigzag
 from ..normalization import ResidualRMSNorm
-from .config import BranchConfig, LayerConfig, MLPConfig, NormType
+from .config import BranchConfig, LayerConfig, MLPConfig, NormType, SharedBlockConfig
 from .cross_layer_attention import CrossLayerAttention
-from .filling import filled_mlp
 from .layer_inputs import LayerInputs
 from .mixers import MIXERS
-from .xielu import XIELU
-
-
-def norm_of(kind: NormType, features: int, eps: float, dtype: Any) -> Norm:
-    """A norm of this type. Its weights are at least float32, since the norm computes in float32."""
-    wide = jnp.float32 if dtype is not None and jnp.dtype(dtype).itemsize < 4 else dtype
-    if kind == "rms":
-        return eqx.nn.RMSNorm(features, eps, use_bias=False, dtype=wide)
-    return eqx.nn.LayerNorm(features, eps, use_bias=kind == "layer", dtype=wide)
-
-
-class MLP(Module):
-    r"""An MLP on each token, $y = W_{down}(f(W_{gate} x) \odot W_{up} x)$, or without a gate $y = W_{down}\, f(W_{up} x)$. An
-    [`MLPConfig`][ejkernel_eqx.models.MLPConfig] describes it. Parameters have their published names.
-
-    Source: Shazeer, *GLU Variants Improve Transformer* (2020, arXiv:2002.05202).
-    """
-
-    gate_proj: eqx.nn.Linear | None  # [F, E]
-    up_proj: eqx.nn.Linear  # [F, E]
-    down_proj: eqx.nn.Linear  # [E, F]
-    act_fn: XIELU | None
-    gate_matmul: Matmul
-    matmul: Matmul
-    config: MLPConfig = eqx.field(static=True)
-
-    def __init__(
-        self,
-        embed_dim: int,
-        config: MLPConfig,
-        *,
-        platform: PlatformLike | None = None,
-        dtype: Any = None,
-        key: Array,
-    ):
-        parts, width, biased = Parts(key, 3, dtype, None), config.hidden_dim, config.use_bias
-        self.gate_proj = None
-        if config.gated:
-            self.gate_proj = parts.linear(embed_dim, width, biased)
-        else:
-            parts.left_out()
-        self.up_proj = parts.linear(embed_dim, width, biased)
-        self.down_proj = parts.linear(width, embed_dim, biased)
-        self.act_fn = XIELU(parts.dtype) if config.activation == "xielu" else None
-        platform = None if platform == "cuda" else platform
-        options = matmul_options(config.activation) if config.gated else {}
-        self.gate_matmul = Matmul(**options, gated=config.gated, platform=platform)
-        self.matmul = Matmul(platform=platform)
-        self.config = config
-
-    @compiled_call("ejx.models.MLP")
-    def __call__(
-        self,
-        x: Array,
-        again: Array | None = None,
-        *,
-        norm: Norm | None = None,
-        residual: Array | None = None,
-    ) -> Array:
-        """**Arguments:**
-
-        - `x`: `[..., E]`, with any number of leading axes.
-        - `again`: a copy of `x` for the second projection, from [`ejkernel_eqx.ResidualRMSNorm`][]`.for_readers`. Not with `norm` or `residual`.
-        - `norm`: a norm that is applied to `x` first.
-        - `residual`: an array of the shape of `x`, which is added to the output. With few rows, norm, MLP and addition are two launches on GPUs
-            ([`ejkernel_eqx.Matmul`][]).
-
-        **Returns:** an array of the shape of `x`, in the dtype of `residual` if it is given, else of `x`.
-        """
-        block = Block(norm, residual)
-        if not block.is_alone:
-            if again is not None:
-                raise ValueError(
-                    "again: expected None with norm or residual, received an array; it is the norm for the second projection."
-                )
-            check_block(block, x, x.shape[-1])
-            return self._in_block(x, block)
-        if self.gate_proj is None:
-            h = project("up_proj", self.up_proj, x, self.config.hidden_dim)
-            h = ungated(self.config.activation, h) if self.act_fn is None else self.act_fn(h)
-            return project("down_proj", self.down_proj, h, x.shape[-1])
-        gate = project("gate_proj", self.gate_proj, x, self.config.hidden_dim)
-        gate = gate if self.config.gate_scale == 1 else gate * self.config.gate_scale
-        up = project("up_proj", self.up_proj, x if again is None else again, self.config.hidden_dim)
-        return project("down_proj", self.down_proj, gated(self.config.activation, gate, up), x.shape[-1])
-
-    def _in_block(self, x: Array, block: Block) -> Array:
-        layers = {"gate_proj": self.gate_proj, "up_proj": self.up_proj}
-        h = (
-            None
-            if self.gate_proj is None or self.config.gate_scale != 1
-            else gated_rows(self.gate_matmul, x, block.norm, layers, self.config.hidden_dim)
-        )
-        if h is None:
-            return with_residual(block.residual, self(normed(block.norm, x)))
-        if block.residual is None:
-            return projected(self.matmul, h, None, {"down_proj": self.down_proj}, (x.shape[-1],))[0]
-        return added(self.matmul, "down_proj", self.down_proj, h, block.residual)
-
-    _published = filled_mlp
+from .mlp import MLP, norm_of
+from .shared_block import BlockAdapters, SharedBlock
 
 
 class DecoderLayer(Module):
@@ -152,6 +51,7 @@ class DecoderLayer(Module):
     per_layer_input_gate: eqx.nn.Linear | None  # [P, E]
     per_layer_projection: eqx.nn.Linear | None  # [E, P]
     post_per_layer_input_norm: Norm | None
+    block_adapters: BlockAdapters | None  # of a shared block
     residual_norm: ResidualRMSNorm
     matmul: Matmul  # of few tokens
     config: LayerConfig = eqx.field(static=True)
@@ -170,6 +70,7 @@ class DecoderLayer(Module):
         split: Split | None = None,
         split_options: Mapping[str, Mapping[str, Any]] | None = None,
         layer_embedding: int | None = None,
+        shared_blocks: SharedBlockConfig | None = None,
         dtype: Any = None,
         key: Array,
         **options: Any,
@@ -209,15 +110,20 @@ class DecoderLayer(Module):
         self.per_layer_input_gate = linear(embed_dim, layer_embedding)
         self.per_layer_projection = linear(layer_embedding, embed_dim)
         self.post_per_layer_input_norm = norm(has_embedding)
+        self.block_adapters = None
+        if config.shared_block is not None:
+            assert shared_blocks is not None
+            self.block_adapters = BlockAdapters(embed_dim, shared_blocks, dtype, jax.random.fold_in(key, 2))
         self.layer_scalar = jnp.ones(1, dtype) if config.output_scale else None
         platform = None if options.get("platform") == "cuda" else options.get("platform")
         self.residual_norm = ResidualRMSNorm(norm_eps, platform=platform)
         self.matmul = Matmul(platform=platform)
         self.config, self.split = config, split
 
-    @property
-    def mixers(self) -> tuple[Any, ...]:
-        """The mixer, or both. Each has a cache of its own."""
+    def mixers(self, shared_blocks: tuple[SharedBlock, ...]) -> tuple[Any, ...]:
+        """The mixer, or both. Each has a cache of its own. The second may be the attention of a shared block."""
+        if (number := self.config.shared_block) is not None:
+            return self.mixer, shared_blocks[number].self_attn
         return (self.mixer,) if self.beside is None else (self.mixer, self.beside)
 
     @compiled_call()
@@ -238,7 +144,7 @@ class DecoderLayer(Module):
             return self.through(x, cache, rows, inputs)[:2]
         with multiplied_by(self.matmul):
             # The kernels of attention's projections compute the norm before it and add the residual after it.
-            is_alone = self.beside is None and self.experts is None
+            is_alone = self.beside is None and self.experts is None and self.block_adapters is None
             is_alone = is_alone and self.config.norms not in ("residual", "parallel", "parallel_apart")
             if is_alone and type(self.mixer) is MultiHeadAttention:
                 return self._of_few(x, cache, rows, inputs)
@@ -260,6 +166,8 @@ class DecoderLayer(Module):
     ) -> tuple[Array, Any, RouterStatistics | None]:
         """The results of a call, and on request the statistics of its experts. Without a cache, a layer whose keys others read returns the keys
         instead of a cache."""
+        if self.block_adapters is not None:
+            return *self._with_block(x, cache, rows, inputs), None
         gives = cache is None and self.config.gives_keys
         apart = cache is None and self.beside is None and type(self.mixer) is MultiHeadAttention and not gives
         (h, *copies), x = self._into_branch(self.mixer_norm, x, readers=3 if apart else 1)
@@ -307,9 +215,23 @@ class DecoderLayer(Module):
 
         if self.config.beside is None:
             return run(self.mixer, cache)
-        (out, cache), (other, state) = map(run, self.mixers, (None, None) if cache is None else cache)
+        (out, cache), (other, state) = map(run, self.mixers(()), (None, None) if cache is None else cache)
         out, other = (x * scale for x, scale in zip((out, other), self.config.beside.scales))
         return out + other.astype(out.dtype), None if cache is None else (cache, state)
+
+    def _with_block(
+        self, x: Array, cache: Any, rows: dict[str, Any], inputs: LayerInputs
+    ) -> tuple[Array, Any]:
+        """The results of a layer whose mixer takes the tokens and the output of a shared block, added."""
+        assert self.block_adapters is not None and self.config.shared_block is not None
+        assert inputs.start is not None
+        cache, state = (None, None) if cache is None else cache
+        block = inputs.shared_blocks[self.config.shared_block]
+        other, state = self.block_adapters(block, x, inputs.start, state, rows)
+        h = normed(self.mixer_norm, x + laid_out_as(x, other))
+        out, cache = self._mixed(h, cache, rows)
+        x = _added(x, out.astype(x.dtype), self.config.mixer_scales)
+        return x, None if cache is None else (cache, state)
 
     def _finished(self, x: Array, inputs: LayerInputs) -> Array:
         """The features after the MLP, with the part of the layer's embedding added, times the learned number of the layer."""

@@ -11,8 +11,11 @@ class LayerInputs(NamedTuple):
 
     embedding: Array | None = None
     keys: Any = None
+    start: Array | None = None
+    """The embeddings of the tokens `[..., T, E]`."""
+    shared_blocks: tuple[Any, ...] = ()
 
     def of(self, place: int, source: int | None) -> "LayerInputs":
         """The inputs of a layer of the pattern, which reads the keys of the layer `source`."""
         embedding = None if self.embedding is None else self.embedding[place]
-        return LayerInputs(embedding, None if source is None else self.keys[source])
+        return self._replace(embedding=embedding, keys=None if source is None else self.keys[source])

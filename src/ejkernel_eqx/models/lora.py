@@ -10,6 +10,7 @@ from jax import Array
 from .._signatures import Module
 from ..nn.arguments import check_sizes
 from ..quantised.dequantise import dequantise, is_quantised
+from ..weights.fill import replaced
 from .decoder import Decoder
 
 M = TypeVar("M")
@@ -89,7 +90,8 @@ def add_lora(model: Decoder, rank: int, *, alpha: float = 16.0, key: Array) -> D
             f"model: expected a Decoder, received {type(model).__name__}; ejx.models.LoRA replaces one projection of any model."
         )
     is_linear = lambda node: isinstance(node, eqx.nn.Linear)
-    found = jax.tree_util.tree_leaves_with_path(model.stacks, is_leaf=is_linear)
+    parts = {"stacks": model.stacks, "shared_blocks": model.shared_blocks}
+    found = jax.tree_util.tree_leaves_with_path(parts, is_leaf=is_linear)
     count = len(found)
 
     def update(path: Any, node: Any) -> Any:
@@ -98,8 +100,7 @@ def add_lora(model: Decoder, rank: int, *, alpha: float = 16.0, key: Array) -> D
         return LoRA(node, rank, alpha=alpha, key=next(keys))
 
     keys = iter(jax.random.split(key, count))
-    stacks = jax.tree_util.tree_map_with_path(update, model.stacks, is_leaf=is_linear)
-    return eqx.tree_at(lambda m: m.stacks, model, stacks)
+    return replaced(model, jax.tree_util.tree_map_with_path(update, parts, is_leaf=is_linear))
 
 
 def merge_lora(model: M) -> M:

@@ -19,6 +19,14 @@ from .decoder import Decoder
 MESH_AXES = ("data", "sequence", "tensor")
 """The axes of a mesh that [`place`][ejkernel_eqx.models.place] knows."""
 DATA, SEQUENCE, TENSOR = MESH_AXES
+_ROWS = (".embedding", ".embed_tokens_per_layer", ".head.weight", "gate_proj.weight", "up_proj.weight")
+_COLUMNS = (
+    "_proj.weight",
+    "_proj_with_mqa.weight",
+    "_projection.weight",
+    ".per_layer_input_gate.weight",
+    ".linear.weight",
+)
 
 
 # Queries and keys are not computed by one product, whose gradient would first write both next to each other.
@@ -76,11 +84,11 @@ def partition_spec(path: str, leaf: Any, model: Decoder, mesh: Mesh) -> P:
 def _axes(path: str, model: Decoder, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The axes that split the rows and the columns of a matrix."""
     whole, fully, tensor = (), (DATA, SEQUENCE), (TENSOR,)
-    if path.endswith((".embedding", ".head.weight", "gate_proj.weight", "up_proj.weight")):
+    if path.endswith(_ROWS):
         return tensor, fully
     if path.endswith("down_proj.weight"):
         return fully, tensor
-    if not path.endswith(("_proj.weight", "_proj_with_mqa.weight")):
+    if not path.endswith(_COLUMNS):
         return whole, whole
     if heads := re.search(r"\.stacks\[(\d+)\]\[(\d+)\]\.mixer\.([qkvo])_proj\.weight$", path):
         mixer = model.stacks[int(heads[1])][int(heads[2])].mixer
@@ -107,7 +115,8 @@ def place(tree: Any, model: Decoder, mesh: Mesh) -> Any:
 
     The axis `data` splits the rows of a batch, and `sequence` their tokens. Both together also split every matrix. The parts of a matrix are gathered
     where it is multiplied (fully sharded data parallelism). The axis `tensor` splits the heads of attention, the hidden features of MLPs and the
-    vocabulary. If the devices of an axis do not divide an array, it is not split by that axis. Vectors and experts are never split.
+    vocabulary. If the devices of an axis do not divide an array, it is not split by that axis. Vectors, experts and the heads of
+    shared blocks (Zamba2) are never split.
 
     ```python
     mesh = jax.make_mesh((2, 2), ("data", "tensor"))  # explicit axes

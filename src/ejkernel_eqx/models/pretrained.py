@@ -94,7 +94,8 @@ def from_pretrained(
         default each becomes an [`ejkernel_eqx.QuantizedWeight`][]. The `quant_method` may be `fp8`, `mxfp4`, `awq`, `gptq` or `compressed-tensors`.
     - `sharding`: for several devices, a function of two arguments: the path of a weight in the model, such as
         `".stacks[0][0].mixer.q_proj.weight"`, and its shape and dtype as a `jax.ShapeDtypeStruct`. It returns a `jax.sharding.Sharding`,
-        or `None` for the default device. Weights in a stack have a leading axis for its layers.
+        or `None` for the default device. Weights in a stack have a leading axis for its layers. Those of
+        `.shared_blocks` have none.
     - `options`: further arguments of [`Decoder`][ejkernel_eqx.models.Decoder]: `compute_dtype`, `platform`, `scan_layers`, `remat`,
         `expert_parallel`, `sequence_axis`, `token_order`.
 

@@ -20,7 +20,7 @@ from ..nn.arguments import check_key, check_sizes, is_known
 from ..nn.projection import mesh_of
 from . import speculative, steps
 from .decoder import Decoder
-from .prompts import capacity_of, read_prompts, read_stop, rounded, widened
+from .prompts import capacity_of, check_positions, read_prompts, read_stop, rounded, widened
 from .sampling import Sampling, SamplingArrays
 from .speculative import check_speculation, Speculation
 from .steps import Prompts, Rules, State
@@ -68,6 +68,7 @@ def read_call(
         )
     check_sizes(max_new_tokens=max_new_tokens)
     tokens, mask = read_prompts(prompts, padding_mask, model.config.vocab_size)
+    check_positions(model.config.max_positions, mask, max_new_tokens)
     lead = tokens.shape[:-1]
     tokens, mask = widened(tokens.reshape(-1, tokens.shape[-1]), mask.reshape(-1, mask.shape[-1]))
     sampling = Sampling() if sampling is None else sampling

@@ -90,6 +90,18 @@ def read_prompts(prompts: Any, padding_mask: Any, vocabulary: int) -> tuple[Arra
     return tokens.astype(jnp.int32), mask
 
 
+def check_positions(room: int | None, mask: Array, new: int) -> None:
+    """Raises if it is known that a prompt and so many new tokens do not fit in the positions of a model that learned them."""
+    if room is None or not is_known(mask):
+        return
+    longest = int(np.max(np.sum(np.asarray(mask), axis=-1), initial=0))
+    if longest + new - 1 > room:  # the last new token is not read
+        raise ValueError(
+            f"max_new_tokens: expected a prompt and new tokens in {room} positions, as many as the model has, received {longest} + {new}; "
+            "request fewer, or shorten the prompt."
+        )
+
+
 def _padded(prompts: Any) -> tuple[Array, Array]:
     rows = rows_of(prompts)
     width = rounded(max(map(len, rows))) or 1

@@ -29,6 +29,7 @@ from .config import (
     MoEConfig,
     Norms,
     NormType,
+    SharedBlockConfig,
 )
 
 
@@ -71,15 +72,31 @@ _GEMMA4 = {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262
 _MAMBA = {"vocab_size": 50_280, "hidden_size": 768, "num_hidden_layers": 32, "layer_norm_epsilon": 1e-5}
 _BERT = {"hidden_act": "gelu", "layer_norm_eps": 1e-12}
 _MODERN_BERT = {"hidden_activation": "gelu", "norm_eps": 1e-5}
+_ZAMBA2 = {"hidden_act": "gelu", "num_mem_blocks": 1, "adapter_rank": 128}
 _QWEN3_5_MOE = {"full_attention_interval": 4, "intermediate_size": 512}  # of no layer, as all have experts
 
+_LIKE_LLAMA = "llama mistral qwen2 qwen3 dots1 qwen2_moe qwen3_moe minimax_m2 seed_oss granite granitemoe"
+
 FAMILIES: dict[str, _Family] = {
-    "llama": _Family(),
+    **dict.fromkeys(_LIKE_LLAMA.split(), _Family()),
+    **dict.fromkeys(("phi3", "gpt_oss", "mixtral", "olmoe", "ministral3"), _Family(defaults=_EPS)),
+    **dict.fromkeys(("olmo2", "olmo3", "exaone4"), _Family("post", defaults=_EPS)),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _Family(attention="latent_attention")),
+    **dict.fromkeys(
+        ("cohere", "cohere2"),
+        _Family("parallel", norm_type="layer_without_bias", defaults=_TIED | _LAYER_EPS),
+    ),
+    **dict.fromkeys(
+        ("mamba", "falcon_mamba"), _Family(recurrent="mamba1", has_mlp=False, defaults=_TIED | _MAMBA)
+    ),
+    **dict.fromkeys(
+        ("lfm2", "lfm2_moe"), _Family(recurrent="gated_short_convolution", defaults=_TIED | _EPS)
+    ),
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5_text"),
+        _Family(recurrent="gated_delta_net", defaults={"full_attention_interval": 4}),
+    ),
     "llama4_text": _Family(defaults=_EPS | {"intermediate_size_mlp": 16384}),
-    "mistral": _Family(),
-    "qwen2": _Family(),
-    "qwen3": _Family(),
-    "phi3": _Family(defaults=_EPS),
     "gemma": _Family(scaled_embedding=True, defaults=_TIED),
     "gemma2": _Family("around", scaled_embedding=True, defaults=_TIED | {"final_logit_softcapping": 30.0}),
     "gemma3_text": _Family("around", scaled_embedding=True, defaults=_TIED | _GEMMA3),
@@ -113,37 +130,17 @@ FAMILIES: dict[str, _Family] = {
         defaults=_TIED | _LAYER_EPS | {"hidden_act": "gelu"} | _FALCON,
     ),
     "apertus": _Family(has_gate=False, defaults=_EPS | {"hidden_act": "xielu"}),
-    "dots1": _Family(),
     "ernie4_5": _Family(mlp_bias="use_bias", defaults=_TIED | _EPS),
     "helium": _Family(defaults={"rms_norm_eps": 1e-8}),
     "stablelm": _Family(norm_type="layer", defaults=_LAYER_EPS),
-    "gpt_oss": _Family(defaults=_EPS),
-    "olmo2": _Family("post", defaults=_EPS),
-    "deepseek_v2": _Family(attention="latent_attention"),
-    "deepseek_v3": _Family(attention="latent_attention"),
-    "mixtral": _Family(defaults=_EPS),
-    "olmoe": _Family(defaults=_EPS),
-    "qwen2_moe": _Family(),
-    "qwen3_moe": _Family(),
-    "mamba": _Family(recurrent="mamba1", has_mlp=False, defaults=_TIED | _MAMBA),
-    "falcon_mamba": _Family(recurrent="mamba1", has_mlp=False, defaults=_TIED | _MAMBA),
     "mamba2": _Family(recurrent="mamba2", has_mlp=False, defaults=_MAMBA),
-    "qwen3_next": _Family(recurrent="gated_delta_net", defaults={"full_attention_interval": 4}),
     "minimax": _Family("residual", recurrent="lightning_attention", defaults=_EPS),
-    "minimax_m2": _Family(),
-    "qwen3_5_text": _Family(recurrent="gated_delta_net", defaults={"full_attention_interval": 4}),
     "qwen3_5_moe_text": _Family(recurrent="gated_delta_net", defaults=_QWEN3_5_MOE),
     "glm4": _Family("around", defaults={"rms_norm_eps": 1.5625e-7}),
     "glm4_moe": _Family(defaults=_EPS),
     "glm4_moe_lite": _Family(attention="latent_attention", defaults=_EPS),
     "smollm3": _Family(defaults=_TIED),
-    "olmo3": _Family("post", defaults=_EPS),
-    "seed_oss": _Family(),
-    "exaone4": _Family("post", defaults=_EPS),
-    "granite": _Family(),
     "arcee": _Family(has_gate=False, defaults=_EPS | {"hidden_act": "relu2"}),
-    "cohere": _Family("parallel", norm_type="layer_without_bias", defaults=_TIED | _LAYER_EPS),
-    "cohere2": _Family("parallel", norm_type="layer_without_bias", defaults=_TIED | _LAYER_EPS),
     "phi": _Family(
         "parallel",
         has_gate=False,
@@ -157,18 +154,17 @@ FAMILIES: dict[str, _Family] = {
         mlp_bias="use_bias",
         defaults=_TIED | _LAYER_EPS | {"hidden_act": _TANH, "use_bias": True},
     ),
-    "granitemoe": _Family(),
     "granitemoehybrid": _Family(recurrent="mamba2", defaults={"shared_intermediate_size": 1024}),
-    "ministral3": _Family(defaults=_EPS),
     "bamba": _Family(recurrent="mamba2", defaults=_EPS),
     "falcon_h1": _Family(beside="mamba2", defaults=_EPS),
     "jamba": _Family(recurrent="mamba1"),
-    "lfm2": _Family(recurrent="gated_short_convolution", defaults=_TIED | _EPS),
-    "lfm2_moe": _Family(recurrent="gated_short_convolution", defaults=_TIED | _EPS),
     "nemotron_h": _Family(
         recurrent="mamba2",
         has_gate=False,
         defaults={"layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2", "intermediate_size": 21504},
+    ),
+    "zamba2": _Family(
+        recurrent="mamba2", has_mlp=False, mlp_bias="mamba_proj_bias", defaults=_TIED | _EPS | _ZAMBA2
     ),
     "olmo_hybrid": _Family("post", recurrent="gated_delta_net", recurrent_norms="pre"),
     "kimi_linear": _Family(attention="latent_attention", recurrent="kimi_delta_attention", defaults=_EPS),
@@ -261,6 +257,7 @@ def _body(whole: Entries, entries: Entries) -> DecoderConfig:
     layers = [_layer(entries, family, index) for index in range(entries["num_hidden_layers"])]
     for source in {layer.keys_of for layer in layers if layer.keys_of is not None}:
         layers[source] = dataclasses.replace(layers[source], gives_keys=True)
+    blocks = _with_blocks(entries, layers) if kind == "zamba2" else None
     per_layer = entries.get("hidden_size_per_layer_input") or None
     if per_layer and entries["vocab_size_per_layer_input"] != entries["vocab_size"]:
         raise entries.wrong("vocab_size_per_layer_input", f"vocab_size={entries['vocab_size']}")
@@ -282,6 +279,7 @@ def _body(whole: Entries, entries: Entries) -> DecoderConfig:
         head_bias=kind == "phi",
         layer_embedding=per_layer,
         max_positions=entries["max_position_embeddings"] if family.has_positions else None,
+        shared_blocks=blocks,
     )
 
 
@@ -390,6 +388,21 @@ def _layer(config: Entries, family: _Family, index: int) -> LayerConfig:
     given: Any = (scales(branch), scales("mlp"), family.output_scale)
     keys_of = source_of_keys(config, index)
     return LayerConfig(mixer, options, mlp, norms, *given, experts=experts, keys_of=keys_of)
+
+
+def _with_blocks(config: Entries, layers: list[LayerConfig]) -> SharedBlockConfig | None:
+    """The blocks of Zamba2, which some of its layers share in turn; these get their numbers."""
+    refuse(config, use_conv_bias=True)
+    hybrid = [index for index, kind in enumerate(config["layer_types"][: len(layers)]) if kind == "hybrid"]
+    if not hybrid:
+        return None
+    count = min(config["num_mem_blocks"], len(hybrid))
+    for number, index in enumerate(hybrid):
+        layers[index] = dataclasses.replace(layers[index], shared_block=number % count)
+    mlp: Any = _mlp(config, FAMILIES["zamba2"], hybrid[0])
+    has_adapters = bool(config.get("use_shared_attention_adapter", False))
+    options = _options(config, "attention", hybrid[0])
+    return SharedBlockConfig(count, options, mlp, config["adapter_rank"], has_adapters)
 
 
 def _falcon_norms(config: Entries) -> Norms:

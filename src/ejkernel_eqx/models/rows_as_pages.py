@@ -111,17 +111,17 @@ class PagedRows(NamedTuple):
         return x, DecoderCache(tuple(tuple(map(as_rows, old, new.layers)) for old, new in both))
 
 
-def have_pages(stacks: Any, x: Array, cache: DecoderCache, rows: dict[str, Any]) -> bool:
-    """Returns whether a call of these layers with the input `x [..., T, E]` can run over pages and is faster so."""
+def have_pages(model: Any, x: Array, cache: DecoderCache, rows: dict[str, Any]) -> bool:
+    """Returns whether a call of the layers with the input `x [..., T, E]` can run over pages and is faster so."""
     lead, tokens = x.shape[:-2], x.shape[-2]
     if (
         tokens > MOST_TOKENS
         or 0 in x.shape
         or "segment_ids" in rows
-        or not _on_one_device((stacks, x, cache))
+        or not _on_one_device((model.stacks, model.shared_blocks, x, cache))
     ):
         return False
-    mixers = [mixer for stack in stacks for layer in stack for mixer in layer.mixers]
+    mixers = [mixer for stack in model.mixers for mixer in stack]
     caches = [one for stack in cache.stacks for one in stack]
     alike = len({one.max_length for one in cache.bounded}) < 2
     return alike and all(_has_pages(mixer, one, lead) for mixer, one in zip(mixers, caches, strict=True))

@@ -18,7 +18,8 @@ def split_options(config: DecoderConfig, split: Split | None) -> dict[str, dict[
         return {}
     branches = [branch for layer in config.layers for branch in (layer, layer.beside) if branch is not None]
     names = dict.fromkeys(branch.mixer for branch in branches)
-    if whole := [name for name in names if name in _WHOLE]:
+    others = {"learned positions": config.max_positions, "shared blocks": config.shared_blocks}
+    if whole := [*(n for n, it in others.items() if it is not None), *(n for n in names if n in _WHOLE)]:
         raise ValueError(
             f"sequence_axis: expected None for a model with {whole[0]}, which needs all tokens of a row, received {split.axis!r}; without it, they "
             "are gathered."

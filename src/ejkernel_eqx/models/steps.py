@@ -75,7 +75,7 @@ def take(state: State, logits: Array, drafts: Array, rules: Rules) -> tuple[Stat
     count = state.count + added
     row = jnp.arange(rows)[:, None]
     written = state.written.at[row, jnp.where(new, position, state.written.shape[1])].set(token, mode="drop")
-    newest = jnp.sum(jnp.where(place == added[:, None] - 1, token, 0), axis=1)
+    newest = jnp.sum(jnp.where(place == added[:, None] - 1, token, 0), axis=1, dtype=jnp.int32)
     last = jnp.where(added > 0, newest, state.last)
     finite = state.finite & ~jnp.any(reached & broken, axis=1)
     done = state.done | jnp.any(reached & ends, axis=1) | (count >= rules.most)

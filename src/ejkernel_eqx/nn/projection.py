@@ -23,12 +23,14 @@ def project(name: str, layer: Any, x: Array, features: int) -> Array:
     """Applies the projection `layer`, called `name`, to the last axis of `x` `[..., in]`, and returns `[..., features]`.
 
     Exactly an `equinox.nn.Linear` is computed as one matrix product. Any other callable in its place (low-rank updates, quantised weights,
-    a function) is mapped with `jax.vmap` over single vectors `[in]`, as Equinox's layers expect. The result has the dtype of `x`, which
-    the layer has cast to its compute dtype.
+    a function) is mapped with `jax.vmap` over single vectors `[in]`, as Equinox's layers expect, unless it has a method `over_rows`. The result
+    has the dtype of `x`, which the layer has cast to its compute dtype.
     """
     if type(layer) is eqx.nn.Linear:
         check_linear(name, layer, x, features)
         return product(x, layer.weight, layer.bias)
+    if hasattr(layer, "over_rows"):
+        return layer.over_rows(name, x, features)
     if not callable(layer):
         raise ValueError(
             f"{name}: expected an equinox.nn.Linear or a callable from a vector to a vector, received {type(layer).__name__}; write "

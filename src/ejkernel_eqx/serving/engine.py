@@ -77,7 +77,8 @@ class Engine:
     - `page_size`: the number of tokens in a page.
     - `max_batch`: the maximum number of concurrent sequences. Recurrent layers have as many slots for states.
     - `step_tokens`: the maximum number of tokens per step; at least `max_batch`.
-    - `max_length`: the maximum number of tokens of a request, prompt included. The default and the maximum is the number that all pages hold. If all
+    - `max_length`: the maximum number of tokens of a request, prompt included. The default and the maximum is the number that all pages hold,
+        and at most the learned positions of the model. If all
         layers have sliding windows, it may be larger, up to 2**20 pages.
     - `kv_dtype`: the dtype of the pages; default that of the model. int8, float8_e4m3fn and float8_e5m2 have a scale for each token and head.
     - `overlap`: whether a step starts before the tokens of the one before are known.
@@ -117,7 +118,7 @@ class Engine:
             )
         self.max_batch, self.step_tokens, self.overlap = max_batch, step_tokens, overlap
         self.speculate, drafts = speculate, 0 if speculate is None else speculate.num_draft_tokens
-        mixers = [mixer for stack in model.stacks for layer in stack for mixer in layer.mixers]
+        mixers = [mixer for stack in model.mixers for mixer in stack]
         attention = [mixer for mixer in mixers if isinstance(mixer, _PAGED)]
         self.pages = Pages(num_pages) if attention else None
         self.window, recurrent = _window(attention), len(attention) < len(mixers)
@@ -138,7 +139,7 @@ class Engine:
         # A row of the page table has an entry for every page of a text, also for freed ones before a window.
         room = held if self.window is None else max(held, min(2**20 * self.page_size, 2**30))
         most = held if max_length is None else read_integer("max_length", max_length, 1, error=ValueError)
-        self.max_length = min(room, most)
+        self.max_length = min(room, most, model.config.max_positions or room)
         self.compiled: collections.Counter[str] = collections.Counter()
         self.steps = self.tokens_computed = self.tokens_written = self.peak_pages = 0
         self.drafts_offered = self.drafts_accepted = 0

@@ -11,6 +11,8 @@ from .hybrid_configs import hybrid_layer_type
 _FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 _ONE_WINDOW = ("mistral", "ministral3", "mixtral", "phi3", "minimax", "qwen3_moe", "starcoder2")
 """Models whose layers are all alike."""
+_TYPES = {"llama4_text": (_FULL, _CHUNKED), "zamba2": ("hybrid",)}
+"""The types of layers with attention, where they are not full and sliding."""
 _ORIGINAL = "original_max_position_embeddings"
 _INTERLEAVED = ("cohere", "cohere2", "ernie4_5", "glm4", "helium", "llama4_text")
 _LAYER = "MultiHeadAttention"
@@ -44,8 +46,9 @@ def attention_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
         config = _of_one_layer(config, layer_index, found)
     heads, width = take(config, "num_attention_heads", "n_head"), take(config, "hidden_size", "n_embd")
     config.check_divides("num_key_value_heads", "num_attention_heads")
-    types = (_FULL, _CHUNKED) if kind == "llama4_text" else (_FULL, _SLIDING)
+    types = _TYPES.get(kind, (_FULL, _SLIDING))
     check_type(config, layer_index, found, types, _LAYER)
+    refuse(config, **_REFUSED.get(kind, {}))
     options: dict[str, Any] = {
         "embed_dim": width,
         "num_heads": heads,
@@ -96,6 +99,8 @@ def _rotates(config: Entries, index: int, found: str) -> bool:
         return found == _SLIDING and config.get("sliding_window") is not None
     if kind == "exaone4":
         return found == _SLIDING or config.get("sliding_window") is None
+    if kind == "zamba2":
+        return bool(config["use_mem_rope"])
     if kind == "olmo_hybrid":  # where a base of null stands for none
         rope = config.inner("rope_parameters")
         named = rope if "rope_theta" in set(rope) else config
@@ -171,14 +176,9 @@ def _qk_norm(config: Config, layer_index: int) -> dict[str, Any]:
     return {"qk_norm": True, "qk_norm_eps": take(config, "rms_norm_eps")}
 
 
-def _gemma(config: Config, layer_index: int) -> dict[str, Any]:
-    refuse(config, use_bidirectional_attention=False)
-    return {}
-
-
 def _gemma2(config: Config, layer_index: int) -> dict[str, Any]:
     scale, cap = take(config, "query_pre_attn_scalar") ** -0.5, config["attn_logit_softcapping"]
-    return _gemma(config, layer_index) | {"softmax_scale": scale, "logits_soft_cap": cap}
+    return {"softmax_scale": scale, "logits_soft_cap": cap}
 
 
 def _gemma3(config: Entries, layer_index: int) -> dict[str, Any]:
@@ -197,12 +197,10 @@ def _both_ways(config: Entries, layer_index: int, window: int | None) -> dict[st
 
 
 def _bert(config: Config, layer_index: int) -> dict[str, Any]:
-    refuse(config, is_decoder=False, position_embedding_type="absolute")
     return {"causal": False}
 
 
 def _modernbert(config: Entries, layer_index: int) -> dict[str, Any]:
-    refuse(config, rope_scaling=())
     return _both_ways(config, layer_index, config["local_attention"])
 
 
@@ -234,18 +232,11 @@ def _gpt_oss(config: Config, layer_index: int) -> dict[str, Any]:
 
 
 def _opt(config: Config, layer_index: int) -> dict[str, Any]:
-    refuse(config, do_layer_norm_before=True, _remove_final_layer_norm=False)
-    refuse(config, layer_norm_elementwise_affine=True, word_embed_proj_dim=config["hidden_size"])
-    return {}
-
-
-def _falcon(config: Config, layer_index: int) -> dict[str, Any]:
-    refuse(config, alibi=False)
+    refuse(config, word_embed_proj_dim=config["hidden_size"])
     return {}
 
 
 def _gpt2(config: Config, layer_index: int) -> dict[str, Any]:
-    refuse(config, add_cross_attention=False)
     scale = head_width(config) ** -0.5
     if not config.get("scale_attn_weights", True):
         scale = 1.0
@@ -270,23 +261,8 @@ def _olmo2(config: Config, layer_index: int) -> dict[str, Any]:
     return {"qk_norm": "all", "qk_norm_eps": take(config, "rms_norm_eps")}
 
 
-def _olmoe(config: Config, layer_index: int) -> dict[str, Any]:
-    refuse(config, clip_qkv=(), sliding_window=())
-    return _olmo2(config, layer_index)
-
-
 def _glm4_moe(config: Config, layer_index: int) -> dict[str, Any]:
     return _qk_norm(config, layer_index) if config["use_qk_norm"] else {}
-
-
-def _cohere(config: Config, layer_index: int) -> dict[str, Any]:
-    refuse(config, use_qk_norm=False)
-    return {}
-
-
-def _phi(config: Config, layer_index: int) -> dict[str, Any]:
-    refuse(config, qk_layernorm=False)
-    return {}
 
 
 def _granite(config: Config, layer_index: int) -> dict[str, Any]:
@@ -309,11 +285,6 @@ def _rotation(config: Entries) -> Entries:
     return config.changed(**{name: {key: config[name][key] for key in config[name] if key not in others}})
 
 
-def _bamba(config: Config, layer_index: int) -> dict[str, Any]:
-    refuse(config, partial_rotary_factor=0.5)
-    return {}
-
-
 def _falcon_h1(config: Config, layer_index: int) -> dict[str, Any]:
     """The options of Falcon-H1. The factor of its input becomes a part of the factors of the scores and of the branch."""
     factor = config["attention_in_multiplier"]
@@ -322,8 +293,13 @@ def _falcon_h1(config: Config, layer_index: int) -> dict[str, Any]:
     return {"softmax_scale": head_width(config) ** -0.5 * factor**2 * config["key_multiplier"]}
 
 
+def _zamba2(config: Entries, layer_index: int) -> dict[str, Any]:
+    """Of tokens and their embeddings side by side."""
+    width, dim = take(config, "hidden_size"), head_width(config)
+    return {"embed_dim": 2 * width, "output_size": width, "softmax_scale": (dim / 2) ** -0.5}
+
+
 def _qwen3_next(config: Config, layer_index: int) -> dict[str, Any]:
-    refuse(config, attn_output_gate=True)
     return _qk_norm(config, layer_index) | {"output_gate": True}
 
 
@@ -343,18 +319,34 @@ _NO_BIAS = (
     "mistral",
     "mixtral",
     "phi3",
+    "zamba2",
 )
 _BIASES |= dict.fromkeys(_NO_BIAS, (False, False))
 """The biases of models whose configuration does not say it."""
+_REFUSED: dict[str, dict[str, Any]] = {
+    "bamba": {"partial_rotary_factor": 0.5},
+    **{key: {"is_decoder": False, "position_embedding_type": "absolute"} for key in BERTS},
+    "cohere": {"use_qk_norm": False},
+    "falcon": {"alibi": False},
+    **{key: {"use_bidirectional_attention": False} for key in ("gemma", "gemma2")},
+    "gpt2": {"add_cross_attention": False},
+    "modernbert": {"rope_scaling": ()},
+    "olmoe": {"clip_qkv": (), "sliding_window": ()},
+    "opt": {
+        "do_layer_norm_before": True,
+        "_remove_final_layer_norm": False,
+        "layer_norm_elementwise_affine": True,
+    },
+    **{key: {"qk_layernorm": False} for key in ("phi", "stablelm")},
+    **{key: {"attn_output_gate": True} for key in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")},
+    "zamba2": {"use_long_context": False},
+}
+"""Entries of models by their type, with what they may be: other values would change numbers."""
 _OTHERS: dict[str, Callable[[Entries, int], dict[str, Any]]] = {
     "apertus": _qk_norm,
-    "bamba": _bamba,
-    "cohere": _cohere,
     "dots1": _qk_norm,
     "exaone4": _qk_norm,
-    "falcon": _falcon,
     "falcon_h1": _falcon_h1,
-    "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
     "gemma4_text": _gemma4,
@@ -372,14 +364,13 @@ _OTHERS: dict[str, Callable[[Entries, int], dict[str, Any]]] = {
     "olmo2": _olmo2,
     "olmo3": _olmo2,
     "olmo_hybrid": _olmo2,
-    "olmoe": _olmoe,
+    "olmoe": _olmo2,
     "opt": _opt,
-    "phi": _phi,
     "qwen3": _qk_norm,
     "qwen3_moe": _qk_norm,
     "qwen3_next": _qwen3_next,
     "qwen3_5_text": _qwen3_next,
     "qwen3_5_moe_text": _qwen3_next,
-    "stablelm": _phi,
+    "zamba2": _zamba2,
 }
 """The other options of models by their type."""

@@ -70,6 +70,21 @@ def _nemotron_h(config: Entries) -> Entries:
     return config.changed(**types, num_hidden_layers=len(mixers), time_step_limit=limit)
 
 
+def _zamba2(config: Entries) -> Entries:
+    """With what published code computes. Attention takes tokens and their embeddings side by side."""
+    limit = [config.get("time_step_min", 1e-3), math.inf]
+    config = config.changed(time_step_limit=limit, mamba_d_head="auto")
+    width, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    if not width or not heads:
+        return config
+    if 2 * width % heads:
+        raise config.wrong(
+            "num_attention_heads", f"a divisor of the {2 * width} features of hidden_size, twice"
+        )
+    size = config.get("intermediate_size") or 4 * width
+    return config.changed(head_dim=2 * width // heads, intermediate_size=size)
+
+
 _IS_FULL: dict[Any, Callable[[Entries, int], bool]] = {
     **dict.fromkeys(("falcon_mamba", "granitemoehybrid", "mamba", "mamba2"), lambda config, index: False),
     "bamba": lambda config, index: index in (config.get("attn_layer_indices") or ()),
@@ -81,7 +96,7 @@ _IS_FULL: dict[Any, Callable[[Entries, int], bool]] = {
         index % 4 == 3 or index == config.get("num_hidden_layers", 4) - 1 < 3
     ),
 }
-_TYPED = ("granitemoehybrid", "lfm2", "lfm2_moe")
+_TYPED = ("granitemoehybrid", "lfm2", "lfm2_moe", "zamba2")
 """Models that list the types of layers, some of them by names of their own."""
 _LFM2 = {
     "rms_norm_eps": "norm_eps",
@@ -107,5 +122,15 @@ _RENAMED: dict[Any, dict[str, str]] = {
         "time_step_min": "mamba_dt_min",
         "use_conv_bias": "mamba_conv_bias",
     },
+    "zamba2": {
+        "layer_types": "layers_block_type",
+        "mamba_n_groups": "mamba_ngroups",
+        "mamba_n_heads": "n_mamba_heads",
+        "mamba_proj_bias": "add_bias_linear",
+    },
 }
-_OTHERS: dict[Any, Callable[[Entries], Entries]] = {"lfm2": _lfm2, "nemotron_h": _nemotron_h}
+_OTHERS: dict[Any, Callable[[Entries], Entries]] = {
+    "lfm2": _lfm2,
+    "nemotron_h": _nemotron_h,
+    "zamba2": _zamba2,
+}

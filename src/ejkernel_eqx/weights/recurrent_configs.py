@@ -31,11 +31,16 @@ def mamba1_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
 
 
 def mamba2_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
-    """Reads the arguments of `Mamba2Mixer` (`mamba2`, `bamba`, `falcon_h1`, `granitemoehybrid`, `nemotron_h`), as
+    """Reads the arguments of `Mamba2Mixer` (`mamba2`, `bamba`, `falcon_h1`, `granitemoehybrid`, `nemotron_h`,
+    `zamba2`), as
     [`attention_options`][ejkernel_eqx.weights.attention_options] does for attention."""
     config = _read(config, layer_index, "Mamba2Mixer")
     if config["model_type"] == "falcon_h1":
         return _granite_mamba2(config) | _falcon_mamba2(config)
+    if (
+        config["model_type"] == "zamba2"
+    ):  # whose published code does not read the configuration's epsilon for this norm
+        return _granite_mamba2(config) | {"norm_eps": 1e-5}
     if config["model_type"] in ("bamba", "granitemoehybrid"):
         return _granite_mamba2(config)
     of_mamba = "mamba_" if config["model_type"] == "nemotron_h" else ""
@@ -62,6 +67,7 @@ def _granite_mamba2(config: Entries) -> dict[str, Any]:
         raise config.wrong(
             "mamba_d_head", f"'auto' or the {inner} features of {given} over mamba_n_heads={heads}"
         )
+    config.check_divides("mamba_n_groups", "mamba_n_heads")
     sizes = "state_size=mamba_d_state num_groups=mamba_n_groups conv_width=mamba_d_conv norm_eps=rms_norm_eps"
     return {
         **taken(config, f"embed_dim=hidden_size {sizes}"),
@@ -185,6 +191,9 @@ def _read(
     entries = read_model(config, layer)
     kind = layer_type(entries, layer_index, lambda index: default(entries, index))
     if entries["model_type"] != "falcon_h1":  # whose layers have attention and Mamba-2 each
-        check_type(entries, layer_index, kind, (_LINEAR,), layer)
-    refuse(entries, hidden_act=("silu", "swish"), mamba_hidden_act=("silu", "swish"))
+        types = (_LINEAR, "hybrid") if entries["model_type"] == "zamba2" else (_LINEAR,)
+        check_type(entries, layer_index, kind, types, layer)
+    if entries["model_type"] != "zamba2":  # where it is that of the MLPs
+        refuse(entries, hidden_act=("silu", "swish"))
+    refuse(entries, mamba_hidden_act=("silu", "swish"))
     return entries
