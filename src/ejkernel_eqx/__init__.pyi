@@ -85,6 +85,7 @@ from .functional import unified_attention as unified_attention
 from .latent import AbsorbedLatentAttention as AbsorbedLatentAttention
 from .latent import MultiHeadLatentAttention as MultiHeadLatentAttention
 from .losses import LinearCrossEntropy as LinearCrossEntropy
+from .losses import TokenStatistics as TokenStatistics
 from .matmul import GroupedMatmul as GroupedMatmul
 from .matmul import Matmul as Matmul
 from .matmul import QuantizedMatmul as QuantizedMatmul

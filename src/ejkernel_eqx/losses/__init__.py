@@ -1,1 +1,2 @@
 from .linear_cross_entropy import LinearCrossEntropy as LinearCrossEntropy
+from .linear_cross_entropy import TokenStatistics as TokenStatistics

@@ -9,8 +9,10 @@ import numpy as np
 from jax import Array
 
 from .._values import checked
-from ..core.arguments import array, fitting, is_finite
+from ..core.arguments import array, check_flags, fitting, is_finite
+from ..parallel import explicit_mesh, spec_of
 from .spec import LossArrays, LossSpec, REDUCTIONS
+from .statistics import devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +24,8 @@ class Options:
     label_smoothing: float
     z_loss: float
     ignore_index: int | None
+    temperature: float = 1.0
+    vocab_axis: str | None = None
 
     def __post_init__(self):
         if self.reduction not in REDUCTIONS:
@@ -38,15 +42,32 @@ class Options:
         index = self.ignore_index
         if index is not None and (isinstance(index, bool) or not isinstance(index, int | np.integer)):
             raise ValueError(f"ignore_index: expected an integer or None, received {index!r}.")
+        if not (is_finite(self.temperature) and self.temperature > 0):
+            raise ValueError(f"temperature: expected a finite number > 0, received {self.temperature!r}.")
+        if not isinstance(self.vocab_axis, str | None):
+            raise ValueError(
+                f"vocab_axis: expected the name of a mesh axis or None, received {self.vocab_axis!r}."
+            )
 
-    @property
-    def spec(self) -> LossSpec:
+    def spec(self, has_statistics: bool = False, vocab_axis: str | None = None) -> LossSpec:
+        """The static half of a call; `vocab_axis`: that in the type of the weight."""
         cap = self.logits_soft_cap
-        return LossSpec(self.reduction, cap and float(cap), float(self.label_smoothing), float(self.z_loss))
+        return LossSpec(
+            "none" if self.reduction == "none" else "sum",
+            cap and float(cap),
+            float(self.temperature),
+            float(self.label_smoothing),
+            float(self.z_loss),
+            has_statistics,
+            self.vocab_axis or vocab_axis,
+        )
 
 
-def resolve(options: Options, x: Any, labels: Any, weight: Any, bias: Any, token_weights: Any) -> LossArrays:
-    """The arrays of a call: rows of tokens."""
+def resolve(
+    options: Options, x: Any, labels: Any, weight: Any, bias: Any, token_weights: Any, has_statistics: bool
+) -> tuple[LossArrays, LossSpec]:
+    """The arrays of a call: rows of tokens; and what is static of it."""
+    check_flags(return_statistics=has_statistics)
     x = array("x", x, "E")
     weight = fitting("weight", weight, (None, x.shape[-1]), "V E")
     size = weight.shape[0]
@@ -54,16 +75,30 @@ def resolve(options: Options, x: Any, labels: Any, weight: Any, bias: Any, token
         raise ValueError(f"weight: expected at least one row [V, E], received shape {weight.shape}.")
     bias = None if bias is None else fitting("bias", bias, (size,), "V")
     lead = x.shape[:-1]
-    labels = _labels(options, labels, lead, size)
-    if token_weights is not None:
-        token_weights = array("token_weights", token_weights, "", 0)
-        if token_weights.shape != lead:
-            raise ValueError(
-                f"token_weights: expected the shape {lead} of the labels, received {token_weights.shape}; give each token one."
-            )
+    spec = options.spec(has_statistics, _axis_of(weight, x, labels))
+    labels = labels_of(options.ignore_index, labels, lead, size * devices(spec))
+    token_weights = None if token_weights is None else weights_of(token_weights, lead)
     rows = lambda x, ends: x if x.ndim - ends == 2 else x.reshape(_rows(lead) + x.shape[x.ndim - ends :])
     token_weights = None if token_weights is None else rows(token_weights, 0)
-    return LossArrays(rows(x, 1), rows(labels, 0), weight, bias, token_weights)
+    return LossArrays(rows(x, 1), rows(labels, 0), weight, bias, token_weights), spec
+
+
+def _axis_of(weight: Array, *others: Any) -> str | None:
+    """The mesh axis that splits the rows of the weight, by its type on an explicit mesh, and nothing else."""
+    mesh = explicit_mesh(weight)
+    axis = None if mesh is None else spec_of(weight)[0]
+    taken = [entry for x in others for entry in spec_of(x)]
+    is_free = not any(axis in (entry if isinstance(entry, tuple) else (entry,)) for entry in taken)
+    return axis if isinstance(axis, str) and mesh.shape[axis] > 1 and is_free else None
+
+
+def weights_of(given: Any, lead: tuple[int, ...]) -> Array:
+    weights = array("token_weights", given, "", 0)
+    if weights.shape != lead:
+        raise ValueError(
+            f"token_weights: expected the shape {lead} of the labels, received {weights.shape}; give each token one."
+        )
+    return weights
 
 
 def _rows(lead: tuple[int, ...]) -> tuple[int, int]:
@@ -71,7 +106,8 @@ def _rows(lead: tuple[int, ...]) -> tuple[int, int]:
     return (1, math.prod(lead)) if len(lead) < 2 else (math.prod(lead[:-1]), lead[-1])
 
 
-def _labels(options: Options, given: Any, lead: tuple[int, ...], size: int) -> Array:
+def labels_of(ignored: int | None, given: Any, lead: tuple[int, ...], size: int) -> Array:
+    """The labels, int32; negative for tokens that are ignored."""
     labels = jnp.asarray(given)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise ValueError(f"labels: expected integers {lead}, received dtype {labels.dtype}; pass token ids.")
@@ -79,7 +115,6 @@ def _labels(options: Options, given: Any, lead: tuple[int, ...], size: int) -> A
         raise ValueError(
             f"labels: expected the shape {lead} of x without its features, received {labels.shape}; give each token one."
         )
-    ignored = options.ignore_index
     is_wrong = lambda x: (x >= size) & (x != ignored) if ignored is not None else x >= size
     say = lambda value: (
         f"labels: expected ids below the vocabulary of {size}, received {value}; use a negative one, or ignore_index=, for tokens "

@@ -1,6 +1,6 @@
 """`LinearCrossEntropy`: a projection to the vocabulary and the cross entropy of its logits, which are never held whole."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, NamedTuple, overload, TYPE_CHECKING
 
 import equinox as eqx
 import jax
@@ -8,28 +8,53 @@ import jax.numpy as jnp
 from jax import Array
 
 from .._kernel import Kernel, Plan
-from .._shapes import AnyArray, Float, Int
+from .._shapes import AnyArray, Bool, Float, Int
 from ..core.arguments import accumulator
 from ..core.plans import plan_of
 from ..dispatch import PlatformLike
 from .arguments import Options, resolve
-from .core import CROSS_ENTROPY
+from .core import kind_of
+from .statistics import as_one, inverse, weights_of
+
+Features, Labels = Float[AnyArray, "*B E"], Int[AnyArray, "*B"]
+Head, HeadBias = Float[AnyArray, "V E"], Float[AnyArray, " V"]
+TokenWeights = Float[AnyArray, "*B"]
+
+
+class TokenStatistics(NamedTuple):
+    r"""What one pass over the logits $l$ says of each token, `[...]`, with $p = \mathrm{softmax}(l)$; 0 and False for ignored tokens. All but the
+    last are differentiable, in float32 (float64 for float64)."""
+
+    log_probs: Float[Array, "*B"]
+    r"""$\log p_y$ of the labels, in nats."""
+
+    entropy: Float[Array, "*B"]
+    r"""$-\sum_v p_v \log p_v$, in nats."""
+
+    lse: Float[Array, "*B"]
+    r"""$\log \sum_v e^{l_v}$."""
+
+    is_top1: Bool[Array, "*B"]
+    """Whether no word has a larger logit than the label."""
 
 
 class LinearCrossEntropy(Kernel):
     r"""The cross entropy of a projection to a vocabulary, over chunks of tokens, so that the logits of all tokens are never held together:
 
-    $$l = c \tanh\big((W x + b) / c\big), \qquad
+    $$l = \frac{c}{\tau} \tanh\big((W x + b) / c\big), \qquad
       \mathrm{loss} = \mathrm{lse}(l) - (1 - \epsilon)\, l_y - \frac{\epsilon}{V} \sum_v l_v + \zeta\, \mathrm{lse}(l)^2,
       \qquad \mathrm{lse}(l) = \log \sum_v e^{l_v}$$
 
-    with a soft cap $c$ (or none), label smoothing $\epsilon$ (Szegedy et al. 2016, arXiv:1512.00567) and a weight
+    with a soft cap $c$ (or none), a temperature $\tau$, label smoothing $\epsilon$ (Szegedy et al. 2016, arXiv:1512.00567) and a weight
     $\zeta$ of the z-loss (Chowdhery et al. 2022, arXiv:2204.02311, section 5). The loss and its gradients are computed
     in float32 (float64 for float64) from products of matrices in the dtype of `x`. The gradients of a mean or a sum are
     computed together with it, from the same logits, as Liger does (Hsu et al. 2024, arXiv:2410.10989). That takes three
-    products of matrices in all. With `reduction="none"`, the backward computes the logits again.
+    products of matrices in all. With `reduction="none"`, and for gradients of statistics, the backward computes the logits again.
 
     Tokens whose label is negative, or `ignore_index`, are left out of the loss, of its gradients and of the mean; their `x` may be NaN.
+
+    A mesh may split the tokens over some of its axes, and the vocabulary over another one. Its devices then exchange a few numbers of each token in
+    one collective, and add up the gradient of `x`.
 
     Platforms: XLA. Derivatives: reverse mode.
     """
@@ -47,6 +72,8 @@ class LinearCrossEntropy(Kernel):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         ignore_index: int | None = None,
+        temperature: float = 1.0,
+        vocab_axis: str | None = None,
         platform: PlatformLike | None = None,
         config: Any | None = None,
         tune_for: Any | None = None,
@@ -59,12 +86,43 @@ class LinearCrossEntropy(Kernel):
         - `label_smoothing`: from 0 to 1, the share of the target that is spread evenly over the vocabulary.
         - `z_loss`: weight of the squared log-sum-exp, which keeps logits from drifting.
         - `ignore_index`: a label of tokens that are ignored, besides negative ones.
+        - `temperature`: divides the logits, after the cap.
+        - `vocab_axis`: the mesh axis that the rows of `weight` and `bias` are split over. Inside `jax.shard_map` they are then one device's rows,
+            and labels count all. Explicit meshes need no name: there the type of `weight` says it.
         - `platform`, `config`: as in [`ejkernel_eqx.CausalConv1d`][].
         - `tune_for`: `(x, labels, weight)` or [`ejkernel_eqx.inputs`][]`(...)`, arrays or `jax.ShapeDtypeStruct`s: fix the choice for these
             inputs now.
         """
-        self.options = Options(reduction, logits_soft_cap, label_smoothing, z_loss, ignore_index)
+        self.options = Options(
+            reduction, logits_soft_cap, label_smoothing, z_loss, ignore_index, temperature, vocab_axis
+        )
         self.plan = plan_of(LinearCrossEntropy, self, platform, config, tune_for)
+
+    if TYPE_CHECKING:
+
+        @overload
+        def __call__(
+            self,
+            x: Features,
+            labels: Labels,
+            weight: Head,
+            bias: HeadBias | None = None,
+            token_weights: TokenWeights | None = None,
+            *,
+            return_statistics: Literal[False] = False,
+        ) -> Float[Array, "..."]: ...
+
+        @overload
+        def __call__(
+            self,
+            x: Features,
+            labels: Labels,
+            weight: Head,
+            bias: HeadBias | None = None,
+            token_weights: TokenWeights | None = None,
+            *,
+            return_statistics: Literal[True],
+        ) -> tuple[Float[Array, "..."], TokenStatistics]: ...
 
     @jax.named_scope("ejkernel_eqx.LinearCrossEntropy")
     def __call__(
@@ -74,7 +132,9 @@ class LinearCrossEntropy(Kernel):
         weight: Float[AnyArray, "V E"],
         bias: Float[AnyArray, " V"] | None = None,
         token_weights: Float[AnyArray, "*B"] | None = None,
-    ) -> Float[Array, "..."]:
+        *,
+        return_statistics: bool = False,
+    ) -> Float[Array, "..."] | tuple[Float[Array, "..."], TokenStatistics]:
         """**Arguments:**
 
         - `x`: `[..., E]`, the features of tokens, with any number of leading axes; bf16, f16, f32, f64.
@@ -83,12 +143,25 @@ class LinearCrossEntropy(Kernel):
         - `weight`: `[V, E]`, such as an embedding; any float dtype, cast to that of `x`.
         - `bias`: `[V]`, any float dtype.
         - `token_weights`: `[...]`, any float dtype; default ones. They are differentiated as well.
+        - `return_statistics`: also return log-probability, entropy and more of each token, from the same logits.
 
-        **Returns:** the loss, a scalar, or `[...]` with `reduction="none"`; float32 (float64 for float64). Raises `ValueError` for invalid arguments.
+        **Returns:** the loss, a scalar, or `[...]` with `reduction="none"`; float32 (float64 for float64). With `return_statistics` the tuple `(loss,
+        statistics)`, [`ejkernel_eqx.TokenStatistics`][]. Raises `ValueError` for invalid arguments.
         """
-        arrays = resolve(self.options, x, labels, weight, bias, token_weights)
-        spec, lead = self.options.spec, x.shape[:-1]
+        arrays, spec = resolve(self.options, x, labels, weight, bias, token_weights, return_statistics)
+        kind, lead, dtype = kind_of(spec), x.shape[:-1], accumulator(arrays.x.dtype)
         if not arrays.x.size:  # nothing to compute
-            return jnp.zeros(lead if spec.reduction == "none" else (), accumulator(arrays.x.dtype))
-        out = CROSS_ENTROPY.call(self.plan, self.operation, arrays, spec)["out"]
-        return out.reshape(lead) if spec.reduction == "none" else out
+            shapes = dict.fromkeys(kind.results, lead)
+            shapes |= {} if spec.reduction == "none" else {"out": ()}
+            results = {name: jnp.zeros(shape, dtype) for name, shape in shapes.items()}
+        else:
+            results = kind.call(self.plan, self.operation, arrays, spec)
+        results = {name: as_one(x, spec) for name, x in results.items()}
+        loss = results.pop("out")
+        loss = loss.reshape(lead) if spec.reduction == "none" else loss
+        if self.options.reduction == "mean":
+            loss = loss * inverse(jnp.sum(weights_of(arrays.labels, arrays.token_weights, dtype)))
+        if not return_statistics:
+            return loss
+        is_top1 = (results.pop("margin") >= 0).reshape(lead) & (arrays.labels >= 0).reshape(lead)
+        return loss, TokenStatistics(**{n: x.reshape(lead) for n, x in results.items()}, is_top1=is_top1)

@@ -10,7 +10,7 @@ from .spec import LossArrays, LossSpec
 
 
 def cross_entropy(arrays: LossArrays, spec: LossSpec) -> dict[str, Array]:
-    """`out [*]`, or `[*, M, N]` without a reduction, in float32 (float64 for float64 inputs)."""
+    """`out [*]`, or `[*, M, N]` without a sum, and the statistics `[*, M, N]`, in float32 (float64 for float64 inputs)."""
     wide = accumulator(arrays.x.dtype)
     real = arrays.labels >= 0
     x = jnp.where(real[..., None], arrays.x, 0).astype(wide)
@@ -19,16 +19,15 @@ def cross_entropy(arrays: LossArrays, spec: LossSpec) -> dict[str, Array]:
         logits = logits + like(arrays.bias.astype(wide), logits)
     if spec.logits_soft_cap is not None:
         logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
+    logits = logits / spec.temperature
     lse = jax.nn.logsumexp(logits, -1)
+    log_p = logits - lse[..., None]
     target = jnp.take_along_axis(logits, jnp.maximum(arrays.labels, 0)[..., None], -1)[..., 0]
     smooth = spec.label_smoothing
     losses = lse - (1 - smooth) * target - smooth * jnp.mean(logits, -1) + spec.z_loss * lse**2
-    weights = jnp.ones_like(losses) if arrays.token_weights is None else arrays.token_weights.astype(wide)
-    weights = jnp.where(real, weights, 0)
-    losses = weights * jnp.where(real, losses, 0)
-    if spec.reduction == "none":
-        return {"out": losses}
-    if spec.reduction == "sum":
-        return {"out": jnp.sum(losses, (-2, -1))}
-    total = jnp.sum(weights, (-2, -1))
-    return {"out": jnp.where(total == 0, 0, jnp.sum(losses, (-2, -1)) / jnp.where(total == 0, 1, total))}
+    if arrays.token_weights is not None:
+        losses = arrays.token_weights.astype(wide) * losses
+    results = {"log_probs": target - lse, "entropy": -jnp.sum(jnp.exp(log_p) * log_p, -1), "lse": lse}
+    results["margin"] = jax.lax.stop_gradient(target - jnp.max(logits, -1))
+    results = {name: jnp.where(real, x, 0) for name, x in (results | {"out": losses}).items()}
+    return results if spec.reduction == "none" else results | {"out": jnp.sum(results["out"], (-2, -1))}

@@ -1,6 +1,6 @@
 """The description of a cross entropy of a projection once every option and layout has been resolved.
 
-Everything below the public operation (the reference, XLA) uses only these types. Letters: `M` rows of `N` tokens, `E` features, `V`
+Everything below the public operation (the reference, the platforms) uses only these types. Letters: `M` rows of `N` tokens, `E` features, `V`
 the vocabulary.
 """
 
@@ -16,12 +16,19 @@ REDUCTIONS = ("mean", "sum", "none")
 
 @dataclasses.dataclass(frozen=True)
 class LossSpec:
-    """The static half of a call."""
+    """The static half of a call. A mean is a sum here, which the operation divides."""
 
-    reduction: str = "mean"
+    reduction: str = "sum"  # or "none"
     logits_soft_cap: float | None = None
+    temperature: float = 1.0
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    has_statistics: bool = False
+    """Whether the call returns those of each token besides the loss."""
+
+    vocab_axis: str | None = None
+    """The mesh axis that the vocabulary is split over: `weight` and `bias` are then one device's consecutive rows, and labels count all of
+    them. Platforms exchange by `statistics.merged` and `statistics.summed` only."""
 
 
 class LossArrays(NamedTuple):
@@ -34,13 +41,19 @@ class LossArrays(NamedTuple):
     token_weights: Array | None = None  # [*, M, N], any float dtype
 
 
-_AXES = {"x": "M N E", "labels": "M N", "weight": "V E", "bias": "V", "token_weights": "M N"}
-_REDUCED, _EACH = (Letters.of(_AXES | {"out": out}) for out in ("", "M N"))
+# `bM` and `bN`: rows and tokens are independent, so a mesh may split either, as if they were leading axes.
+_AXES = {"x": "bM bN E", "labels": "bM bN", "weight": "V E", "bias": "V", "token_weights": "bM bN"}
+STATISTICS = ("log_probs", "entropy", "lse", "margin")
+"""Results of each token `[*, M, N]`, 0 for ignored ones; float32 (float64 for float64). The margin is the logit of the label less the largest
+one, and has no gradient."""
+
+_TOKENS = dict.fromkeys(STATISTICS, "bM bN")
+_SUMMED, _EACH = (Letters.of(_AXES | {"out": out} | _TOKENS) for out in ("", "bM bN"))
 LEARNED = ("x", "weight", "bias", "token_weights")
 SHARED = frozenset({"weight", "bias"})
-RESULTS = ("out",)  # [*], or [*, M, N] without a reduction; float32 (float64 for float64)
-SAVED = {"dx": ("M", "N", "E"), "dweight": ("V", "E"), "dbias": ("V",), "losses": ("M", "N")}
+RESULTS = ("out",)  # [*], or [*, M, N] without a sum; float32 (float64 for float64)
+SAVED = {"dx": ("bM", "bN", "E"), "dweight": ("V", "E"), "dbias": ("V",), "losses": ("bM", "bN")}
 
 
 def letters_of(spec: LossSpec) -> Letters:
-    return _EACH if spec.reduction == "none" else _REDUCED
+    return _EACH if spec.reduction == "none" else _SUMMED

@@ -11,10 +11,10 @@ from ..core.letters import wide_dtype
 from ..core.words import read_flags, read_sizes, SWITCH
 from ..core.workload import workload_of
 from ..dispatch import Implementation, Problem, Workload
-from .core import CROSS_ENTROPY, problem_of
-from .spec import letters_of, LossArrays, LossSpec, REDUCTIONS, SHARED
+from .core import kind_of, LETTERS, problem_of
+from .spec import letters_of, LossArrays, LossSpec, SHARED
 
-_CAP, _SMOOTHING, _Z_LOSS = 30.0, 0.1, 1e-4
+_CAP, _TEMPERATURE, _SMOOTHING, _Z_LOSS = 30.0, 0.7, 0.1, 1e-4
 
 
 def workload(implementation: Implementation, problem: Problem) -> Workload:
@@ -22,7 +22,7 @@ def workload(implementation: Implementation, problem: Problem) -> Workload:
     spec = spec_of(problem)
     flops = 2.0 * problem.dim("B") * problem.dim("M") * problem.dim("N") * problem.dim("E") * problem.dim("V")
     make = functools.partial(make_arrays, problem)
-    return workload_of(CROSS_ENTROPY, implementation, spec, make, flops=flops)
+    return workload_of(kind_of(spec), implementation, spec, make, flops=flops)
 
 
 def spec_of(problem: Problem) -> LossSpec:
@@ -35,8 +35,10 @@ def _spec(reduction: str, flag: Callable[[str], Any]) -> LossSpec:
     return LossSpec(
         reduction,
         value_of("soft_cap", _CAP, None),
+        value_of("temperature", _TEMPERATURE, 1.0),
         value_of("label_smoothing", _SMOOTHING, 0.0),
         value_of("z_loss", _Z_LOSS, 0.0),
+        bool(flag("statistics")),
     )
 
 
@@ -65,15 +67,17 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
 
     - `dims`: `N` tokens, `E` features, a vocabulary of `V`; rows of tokens `M` and the leading axes `B` default to 1.
     - `dtype`: the dtype of features and weight; bias and weights of tokens are float32 (float64 with float64).
-    - `flags`: `reduction` (`mean` by default, `sum`, `none`); `soft_cap`, `label_smoothing`, `z_loss`, `bias`, `token_weights` (default false).
+    - `flags`: `reduction` (`sum` by default, also for a mean, or `none`); `soft_cap`, `temperature`, `label_smoothing`, `z_loss`, `statistics`,
+        `bias`, `token_weights` (default false).
 
     Raises `ValueError` for an unknown name, a missing size, or sizes that do not fit together.
     """
     size = read_sizes(dims, {"B": 1, "M": 1, "N": None, "E": None, "V": None})
-    names = ("soft_cap", "label_smoothing", "z_loss", "bias", "token_weights")
-    options = read_flags(flags, {"reduction": REDUCTIONS, **dict.fromkeys(names, SWITCH)})
+    names = ("soft_cap", "temperature", "label_smoothing", "z_loss", "statistics", "bias", "token_weights")
+    options = read_flags(flags, {"reduction": ("sum", "none"), **dict.fromkeys(names, SWITCH)})
     dtypes = {"x": dtype, "labels": "int32", "weight": dtype}
     dtypes |= {name: wide_dtype(dtype) for name in ("bias", "token_weights") if options[name]}
     spec = _spec(options["reduction"], options.get)
+    size = {letter: size[name] for name, letter in LETTERS.items()}
     arrays = LossArrays(**letters_of(spec).shapes(size, dtypes, SHARED))
     return problem_of(operation, arrays, spec)
