@@ -118,7 +118,7 @@ FAULTS = (
     Fault("codes-scaled-by-neighbours", "matmul/triton/coded.py", "few_times_codes", "unit = start + tl.arange(0, units) * UNIT", "unit = start + tl.arange(0, units)", "matmul/test_quantised.py"),
     Fault("codes-of-the-gate-twice", "matmul/xla.py", "apply", "right_of(arrays, spec, up=True)", "right_of(arrays, spec)", "matmul/test_quantised.py"),
     Fault("z-loss-gradient", "losses/statistics.py", "slope_of", "(1 + 2 * spec.z_loss * tokens.lse)", "(1 + spec.z_loss * tokens.lse)", "losses"),
-    Fault("token-weights-of-a-mean", "losses/linear_cross_entropy.py", "__call__", "arrays.token_weights, dtype", "None, dtype", "losses"),
+    Fault("token-weights-of-a-mean", "losses/statistics.py", "mean_of", "count = jnp.sum(weights)", "count = jnp.sum(weights != 0)", "losses"),
     Fault("entropy-of-merged-parts", "losses/statistics.py", "merged", "each.weighted + shift * each.exponentials", "each.weighted", "losses"),
     Fault("gradient-of-split-words", "losses/statistics.py", "summed", "lax.psum(x, spec.vocab_axis)", "x", "losses"),
     # layers

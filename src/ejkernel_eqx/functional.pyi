@@ -28,6 +28,14 @@ from .attention.signature import WithLse
 from .cells.recurrent import GivenState
 from .cells.recurrent import NewState
 from .dispatch import PlatformLike
+from .losses.linear_cross_entropy import B
+from .losses.linear_cross_entropy import Labels
+from .losses.linear_cross_entropy import Loss
+from .losses.linear_cross_entropy import W
+from .losses.linear_cross_entropy import Weights
+from .losses.linear_cross_entropy import X
+from .losses.teacher import Teacher
+from .losses.token_statistics import TokenStatistics
 from .native_sparse.native_pages.operation import Output
 from .native_sparse.native_pages.operation import WithIndices
 from .paged import PagedLatentCache
@@ -527,18 +535,59 @@ def linear_attention(
     config: Any | None = None,
 ) -> tuple[Float[Array, '*B T R V'], FinalState]: ...
 
+@overload
 def linear_cross_entropy(
-    x: Float[AnyArray, '*B E'],
-    labels: Int[AnyArray, '*B'],
-    weight: Float[AnyArray, 'V E'],
-    bias: Float[AnyArray, ' V'] | None = None,
-    token_weights: Float[AnyArray, '*B'] | None = None,
+    x: X,
+    labels: Labels,
+    weight: W,
+    bias: B = None,
+    token_weights: Weights = None,
     *,
+    return_statistics: Literal[False] = False,
     reduction: str = 'mean',
     logits_soft_cap: float | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     ignore_index: int | None = None,
+    temperature: float = 1.0,
+    vocab_axis: str | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> Loss: ...
+
+@overload
+def linear_cross_entropy(
+    x: X,
+    labels: Labels,
+    weight: W,
+    bias: B = None,
+    token_weights: Weights = None,
+    *,
+    return_statistics: Literal[True],
+    reduction: str = 'mean',
+    logits_soft_cap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    ignore_index: int | None = None,
+    temperature: float = 1.0,
+    vocab_axis: str | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> tuple[Loss, TokenStatistics]: ...
+
+def linear_divergence(
+    x: Float[AnyArray, '*B E'],
+    weight: Float[AnyArray, 'V E'],
+    teacher: Teacher,
+    bias: Float[AnyArray, ' V'] | None = None,
+    token_weights: Float[AnyArray, '*B'] | None = None,
+    *,
+    mask: Bool[AnyArray, '*B'] | None = None,
+    divergence: str = 'forward_kl',
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    reduction: str = 'mean',
+    logits_soft_cap: float | None = None,
     platform: PlatformLike | None = None,
     config: Any | None = None,
 ) -> Float[Array, '...']: ...

@@ -3,16 +3,18 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jax import lax
+import jax.numpy as jnp
+from jax import Array, lax
 
+from .._kernel import Plan
 from ..core import Kind
-from ..core.arguments import wide
+from ..core.arguments import accumulator, wide
 from ..core.kind import Named
 from ..dispatch import Problem
 from ..parallel import varies_over
 from . import reference
 from .spec import LEARNED, letters_of, LossArrays, LossSpec, RESULTS, SAVED, SHARED, STATISTICS
-from .statistics import devices
+from .statistics import as_one, devices, mean_of, weights_of
 
 
 def problem_of(operation: str, arrays: LossArrays, spec: LossSpec) -> Problem:
@@ -20,7 +22,7 @@ def problem_of(operation: str, arrays: LossArrays, spec: LossSpec) -> Problem:
     size = letters_of(spec).sizes(arrays)
     return Problem.make(
         operation,
-        dims={name: size[letter] for name, letter in LETTERS.items()},
+        dims={name: size[letter] for name, letter in LETTERS.items() if letter in size},
         dtypes={"x": arrays.x.dtype},
         flags={
             "reduction": spec.reduction,
@@ -32,13 +34,22 @@ def problem_of(operation: str, arrays: LossArrays, spec: LossSpec) -> Problem:
             "vocab_axis": spec.vocab_axis is not None,
             "bias": arrays.bias is not None,
             "token_weights": arrays.token_weights is not None,
+            "divergence": spec.divergence or "none",
+            "teacher": next((n for n in TEACHERS if getattr(arrays, TEACHERS[n][0]) is not None), "none"),
+            "teacher_soft_cap": spec.teacher_soft_cap is not None,
+            "teacher_bias": arrays.teacher_bias is not None,
         },
         lengths={"B", "M", "N"},
     )
 
 
-LETTERS = {"B": "B", "M": "bM", "N": "bN", "E": "E", "V": "V"}
+LETTERS = {"B": "B", "M": "bM", "N": "bN", "E": "E", "V": "V", "K": "K", "F": "F"}
 """The dimensions of a problem by the letters of `spec.py`."""
+TEACHERS = {
+    "logits": ("teacher_logits",),
+    "top_k": ("teacher_indices", "teacher_log_probs"),
+    "features": ("teacher_x", "teacher_weight"),
+}
 
 
 class LossKind(Kind):
@@ -63,11 +74,10 @@ class LossKind(Kind):
         whole, parts = _of_all_devices(cotangents, spec)
         factor = whole["out"].reshape(())
         grads = {
-            "x": wide(saved["dx"]) * factor,
-            "weight": saved["dweight"].reshape(arrays.weight.shape) * factor,
+            name: wide(saved[f"d{name}"]).reshape(getattr(arrays, name).shape) * factor
+            for name in ("x", "weight", "bias")
+            if f"d{name}" in saved
         }
-        if arrays.bias is not None:
-            grads["bias"] = saved["dbias"].reshape(arrays.bias.shape) * factor
         if arrays.token_weights is not None:
             grads["token_weights"] = saved["losses"] * (factor / parts)
         return grads
@@ -92,13 +102,13 @@ _OPTIONS: dict[str, Any] = dict(
     make=LossArrays,
     problem_of=problem_of,
     axes_of=lambda arrays, spec: letters_of(spec).axes_of(arrays),
-    reference=reference.cross_entropy,
+    reference=reference.loss,
     learned=LEARNED,
     shared=SHARED,
     # The tokens of a call share one weight.
     one_by_one=True,
     # The gradient of the weight, the largest array of all, is summed over the tokens of all rows as it is computed.
-    summed=SHARED,
+    summed=frozenset({"weight", "bias"}),
     saved_of=lambda platform, arrays, spec: SAVED,
     # A sum is one over the tokens of all devices, and so are the gradients that it keeps.
     partial=lambda arrays, spec: spec.reduction == "sum",
@@ -112,6 +122,24 @@ _RESULTS = {False: RESULTS, True: RESULTS + STATISTICS}
 
 def kind_of(spec: LossSpec) -> LossKind:
     return _KINDS[spec.has_statistics, spec.vocab_axis is not None]
+
+
+def call(
+    plan: Plan, operation: str, arrays: LossArrays, spec: LossSpec, reduction: str, lead: tuple[int, ...]
+) -> tuple[Array, Named]:
+    """The loss of tokens with the axes `lead`, reduced, and their statistics by name."""
+    kind, dtype = kind_of(spec), accumulator(arrays.x.dtype)
+    if arrays.x.size:
+        results = kind.call(plan, operation, arrays, spec)
+    else:  # nothing to compute
+        results = {name: jnp.zeros(lead, dtype) for name in kind.results}
+        results |= {} if spec.reduction == "none" else {"out": jnp.zeros((), dtype)}
+    results = {name: as_one(x, spec) for name, x in results.items()}
+    loss = results.pop("out")
+    if reduction == "none":
+        return loss.reshape(lead), results
+    weights = weights_of(arrays.labels, arrays.token_weights, dtype)
+    return (mean_of(loss, weights) if reduction == "mean" else loss), results
 
 
 _KINDS = {

@@ -1,41 +1,25 @@
 """`LinearCrossEntropy`: a projection to the vocabulary and the cross entropy of its logits, which are never held whole."""
 
-from typing import Any, ClassVar, Literal, NamedTuple, overload, TYPE_CHECKING
+from typing import Any, ClassVar, Literal, overload, TYPE_CHECKING
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jax import Array
 
 from .._kernel import Kernel, Plan
-from .._shapes import AnyArray, Bool, Float, Int
-from ..core.arguments import accumulator
+from .._shapes import AnyArray, Float, Int
 from ..core.plans import plan_of
 from ..dispatch import PlatformLike
 from .arguments import Options, resolve
-from .core import kind_of
-from .statistics import as_one, inverse, weights_of
+from .core import call
+from .token_statistics import TokenStatistics
 
-Features, Labels = Float[AnyArray, "*B E"], Int[AnyArray, "*B"]
-Head, HeadBias = Float[AnyArray, "V E"], Float[AnyArray, " V"]
-TokenWeights = Float[AnyArray, "*B"]
-
-
-class TokenStatistics(NamedTuple):
-    r"""What one pass over the logits $l$ says of each token, `[...]`, with $p = \mathrm{softmax}(l)$; 0 and False for ignored tokens. All but the
-    last are differentiable, in float32 (float64 for float64)."""
-
-    log_probs: Float[Array, "*B"]
-    r"""$\log p_y$ of the labels, in nats."""
-
-    entropy: Float[Array, "*B"]
-    r"""$-\sum_v p_v \log p_v$, in nats."""
-
-    lse: Float[Array, "*B"]
-    r"""$\log \sum_v e^{l_v}$."""
-
-    is_top1: Bool[Array, "*B"]
-    """Whether no word has a larger logit than the label."""
+X = Float[AnyArray, "*B E"]
+Labels = Int[AnyArray, "*B"]
+W = Float[AnyArray, "V E"]
+B = Float[AnyArray, " V"] | None
+Weights = Float[AnyArray, "*B"] | None
+Loss = Float[Array, "..."]
 
 
 class LinearCrossEntropy(Kernel):
@@ -103,38 +87,38 @@ class LinearCrossEntropy(Kernel):
         @overload
         def __call__(
             self,
-            x: Features,
+            x: X,
             labels: Labels,
-            weight: Head,
-            bias: HeadBias | None = None,
-            token_weights: TokenWeights | None = None,
+            weight: W,
+            bias: B = None,
+            token_weights: Weights = None,
             *,
             return_statistics: Literal[False] = False,
-        ) -> Float[Array, "..."]: ...
+        ) -> Loss: ...
 
         @overload
         def __call__(
             self,
-            x: Features,
+            x: X,
             labels: Labels,
-            weight: Head,
-            bias: HeadBias | None = None,
-            token_weights: TokenWeights | None = None,
+            weight: W,
+            bias: B = None,
+            token_weights: Weights = None,
             *,
             return_statistics: Literal[True],
-        ) -> tuple[Float[Array, "..."], TokenStatistics]: ...
+        ) -> tuple[Loss, TokenStatistics]: ...
 
     @jax.named_scope("ejkernel_eqx.LinearCrossEntropy")
     def __call__(
         self,
-        x: Float[AnyArray, "*B E"],
-        labels: Int[AnyArray, "*B"],
-        weight: Float[AnyArray, "V E"],
-        bias: Float[AnyArray, " V"] | None = None,
-        token_weights: Float[AnyArray, "*B"] | None = None,
+        x: X,
+        labels: Labels,
+        weight: W,
+        bias: B = None,
+        token_weights: Weights = None,
         *,
         return_statistics: bool = False,
-    ) -> Float[Array, "..."] | tuple[Float[Array, "..."], TokenStatistics]:
+    ) -> Loss | tuple[Loss, TokenStatistics]:
         """**Arguments:**
 
         - `x`: `[..., E]`, the features of tokens, with any number of leading axes; bf16, f16, f32, f64.
@@ -148,20 +132,9 @@ class LinearCrossEntropy(Kernel):
         **Returns:** the loss, a scalar, or `[...]` with `reduction="none"`; float32 (float64 for float64). With `return_statistics` the tuple `(loss,
         statistics)`, [`ejkernel_eqx.TokenStatistics`][]. Raises `ValueError` for invalid arguments.
         """
-        arrays, spec = resolve(self.options, x, labels, weight, bias, token_weights, return_statistics)
-        kind, lead, dtype = kind_of(spec), x.shape[:-1], accumulator(arrays.x.dtype)
-        if not arrays.x.size:  # nothing to compute
-            shapes = dict.fromkeys(kind.results, lead)
-            shapes |= {} if spec.reduction == "none" else {"out": ()}
-            results = {name: jnp.zeros(shape, dtype) for name, shape in shapes.items()}
-        else:
-            results = kind.call(self.plan, self.operation, arrays, spec)
-        results = {name: as_one(x, spec) for name, x in results.items()}
-        loss = results.pop("out")
-        loss = loss.reshape(lead) if spec.reduction == "none" else loss
-        if self.options.reduction == "mean":
-            loss = loss * inverse(jnp.sum(weights_of(arrays.labels, arrays.token_weights, dtype)))
-        if not return_statistics:
-            return loss
-        is_top1 = (results.pop("margin") >= 0).reshape(lead) & (arrays.labels >= 0).reshape(lead)
-        return loss, TokenStatistics(**{n: x.reshape(lead) for n, x in results.items()}, is_top1=is_top1)
+        arrays, spec = resolve(
+            self.options, x, labels, weight, bias, token_weights, has_statistics=return_statistics
+        )
+        lead = x.shape[:-1]
+        loss, results = call(self.plan, self.operation, arrays, spec, self.options.reduction, lead)
+        return (loss, TokenStatistics.of(results, arrays.labels, lead)) if return_statistics else loss

@@ -63,9 +63,22 @@ def weights_of(labels: Array, weights: Array | None, dtype: Any) -> Array:
     return real.astype(dtype) if weights is None else jnp.where(real, weights.astype(dtype), 0)
 
 
-def inverse(total: Array) -> Array:
-    """1 over the sum of all weights; 0 if that is 0."""
-    return jnp.where(total == 0, 0, 1 / jnp.where(total == 0, 1, total))
+def mean_of(total: Array, weights: Array) -> Array:
+    """A sum of losses over the sum of all weights; 0 if that is 0."""
+    count = jnp.sum(weights)
+    return jnp.where(count == 0, 0, total / jnp.where(count == 0, 1, count))
+
+
+def curved(logits: Array, cap: float | None, temperature: float) -> tuple[Array, Array | None]:
+    """The logits after soft cap and temperature, and the derivative of that if it is not one."""
+    curve = None
+    if cap is not None:
+        logits = cap * jnp.tanh(logits / cap)
+        curve = 1 - (logits / cap) ** 2
+    if temperature != 1:
+        logits = logits / temperature
+        curve = jnp.full_like(logits, 1 / temperature) if curve is None else curve / temperature
+    return logits, curve
 
 
 def part_of(logits: Array, hit: Array, spec: LossSpec) -> Part:

@@ -5,8 +5,9 @@ backward. Otherwise the backward computes the logits again.
 """
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Annotated
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -14,8 +15,10 @@ from ..core.arguments import accumulator
 from ..dispatch import DeviceFacts, Problem
 from ..launch.fields import check_fields, whole
 from .chunks import over_chunks, product
-from .spec import LossArrays, LossSpec
+from .divergence import divergence_of, teacher_log_probs
+from .spec import LossArrays, LossSpec, TOKENS
 from .statistics import (
+    curved,
     devices,
     merged,
     part_of,
@@ -95,55 +98,50 @@ def _over_chunks(
 ) -> tuple[Named, Named]:
     """What `results_of` says of all tokens; with `cotangents [B, M, N]` of some of it, also the gradients of x, weight and bias."""
     shared = arrays._replace(weight=arrays.weight.astype(arrays.x.dtype), token_weights=None)
-    tokens = {"x": arrays.x, "labels": arrays.labels, **cotangents}
+    by_token = {name: x for name in TOKENS if (x := getattr(shared, name)) is not None}
 
     def chunk(tokens: Named) -> tuple[Named, Named, Named]:
-        x, labels = tokens.pop("x"), tokens.pop("labels")
-        return _chunk(shared._replace(x=x, labels=labels), spec, tokens)
+        own = {name: tokens.pop(name) for name in by_token}
+        return _chunk(shared._replace(**own), spec, tokens)
 
     learned = {"weight": arrays.weight, "bias": arrays.bias} if cotangents else {}
     learned = {name: x for name, x in learned.items() if x is not None}
-    results, of_tokens, sums = over_chunks(chunk, tokens, config.chunk_size, learned)
+    results, of_tokens, sums = over_chunks(chunk, by_token | cotangents, config.chunk_size, learned)
     return results, of_tokens | sums
 
 
 def _chunk(arrays: LossArrays, spec: LossSpec, cotangents: Named) -> tuple[Named, Named, Named]:
     """The same for tokens along one axis, with all logits at once; the weight is in the dtype of x."""
-    x, labels, weight, bias, _ = arrays
-    dtype, words = accumulator(x.dtype), len(weight) * devices(spec)
+    x, labels, weight, bias = arrays[:4]
+    dtype = accumulator(x.dtype)
     # JAX moves what depends on no array out of a loop, and would keep numbers of the shape of the logits: so 0 is made of the labels.
     nothing = labels[0] * 0
     zero = nothing.astype(dtype)
-    numbers = nothing + lax.broadcasted_iota(jnp.int32, (1, len(weight)), 1)
     real = labels >= 0
     # Padding may hold NaN, and 0 NaN is NaN.
     x = jnp.where(real[:, None], x, zero.astype(x.dtype))
     raw = product(x, weight, ((1,), (1,)), dtype)
-    logits, curve = curved(raw if bias is None else raw + bias.astype(dtype)[None], spec)
-    hit = place_of(spec, labels, len(weight))[:, None] == numbers
-    tokens = tokens_of(merged(part_of(logits, hit, spec), spec), words)
-    results = results_of(tokens, real, spec)
-    results["losses"] = jnp.where(labels < words, results["losses"], jnp.nan)
+    raw = raw if bias is None else raw + bias.astype(dtype)[None]
+    logits, curve = curved(raw, spec.logits_soft_cap, spec.temperature)
+    if spec.divergence is not None:
+        losses, slope = divergence_of(jax.nn.log_softmax(logits), teacher_log_probs(arrays, spec), spec)
+        results = {"losses": jnp.where(real, losses, 0)}
+        slope = slope * cotangents["losses"][:, None] if cotangents else slope
+    else:
+        words = len(weight) * devices(spec)
+        numbers = nothing + lax.broadcasted_iota(jnp.int32, (1, len(weight)), 1)
+        hit = place_of(spec, labels, len(weight))[:, None] == numbers
+        tokens = tokens_of(merged(part_of(logits, hit, spec), spec), words)
+        results = results_of(tokens, real, spec)
+        results["losses"] = jnp.where(labels < words, results["losses"], jnp.nan)
+        slope = _slope(logits, hit, tokens.lse, slope_of(cotangents, tokens, spec, words))
     if not cotangents:
         return results, {}, {}
-    slope = _slope(logits, hit, tokens.lse, slope_of(cotangents, tokens, spec, words))
     slope = jnp.where(real[:, None], slope if curve is None else slope * curve, zero)
     narrow = slope.astype(x.dtype)
     dx = summed(product(narrow, weight, ((1,), (0,)), dtype), spec).astype(x.dtype)
     sums = {"weight": product(narrow, x, ((0,), (0,)), dtype)}
     return results, {"x": dx}, sums | ({} if bias is None else {"bias": jnp.sum(slope, 0)})
-
-
-def curved(logits: Array, spec: Any) -> tuple[Array, Array | None]:
-    """The logits after soft cap and temperature, and the derivative of that if it is not one."""
-    cap, curve = spec.logits_soft_cap, None
-    if cap is not None:
-        logits = cap * jnp.tanh(logits / cap)
-        curve = 1 - (logits / cap) ** 2
-    if spec.temperature != 1:
-        logits = logits / spec.temperature
-        curve = (1 if curve is None else curve) / spec.temperature
-    return logits, curve
 
 
 def _slope(logits: Array, hit: Array, lse: Array, slope: Slope) -> Array:
