@@ -1,5 +1,6 @@
 """The family's kinds of calls: their problem and their axes."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -98,37 +99,37 @@ class SplitLossKind(LossKind):
         return True
 
 
-_OPTIONS: dict[str, Any] = dict(
-    make=LossArrays,
-    problem_of=problem_of,
-    axes_of=lambda arrays, spec: letters_of(spec).axes_of(arrays),
-    reference=reference.loss,
-    learned=LEARNED,
-    shared=SHARED,
-    # The tokens of a call share one weight.
-    one_by_one=True,
-    # The gradient of the weight, the largest array of all, is summed over the tokens of all rows as it is computed.
-    summed=frozenset({"weight", "bias"}),
-    saved_of=lambda platform, arrays, spec: SAVED,
-    # A sum is one over the tokens of all devices, and so are the gradients that it keeps.
-    partial=lambda arrays, spec: spec.reduction == "sum",
-    combined=True,
-    # The gradients of a sum are computed with it unless those of statistics are asked for.
-    symbolic_zeros=True,
-    remedy="apply ejx.cross_entropy to the logits, x @ weight.T",
-)
-_RESULTS = {False: RESULTS, True: RESULTS + STATISTICS}
-
-
-def kind_of(spec: LossSpec) -> LossKind:
-    return _KINDS[spec.has_statistics, spec.vocab_axis is not None]
+@functools.cache
+def kind_of(has_statistics: bool, is_split: bool) -> LossKind:
+    kind = SplitLossKind if is_split else LossKind
+    return kind(
+        results=RESULTS + STATISTICS if has_statistics else RESULTS,
+        make=LossArrays,
+        problem_of=problem_of,
+        axes_of=lambda arrays, spec: letters_of(spec).axes_of(arrays),
+        reference=reference.loss,
+        learned=LEARNED,
+        shared=SHARED,
+        # The tokens of a call share one weight.
+        one_by_one=True,
+        # The gradient of the weight, the largest array of all, is summed over the tokens of all rows as it is computed.
+        summed=frozenset({"weight", "bias"}),
+        saved_of=lambda platform, arrays, spec: SAVED,
+        # A sum is one over the tokens of all devices, and so are the gradients that it keeps.
+        partial=lambda arrays, spec: spec.reduction == "sum",
+        combined=True,
+        # The gradients of a sum are computed with it unless those of statistics are asked for.
+        symbolic_zeros=True,
+        remedy="apply ejx.cross_entropy to the logits, x @ weight.T",
+    )
 
 
 def call(
     plan: Plan, operation: str, arrays: LossArrays, spec: LossSpec, reduction: str, lead: tuple[int, ...]
 ) -> tuple[Array, Named]:
     """The loss of tokens with the axes `lead`, reduced, and their statistics by name."""
-    kind, dtype = kind_of(spec), accumulator(arrays.x.dtype)
+    kind = kind_of(spec.has_statistics, spec.vocab_axis is not None)
+    dtype = accumulator(arrays.x.dtype)
     if arrays.x.size:
         results = kind.call(plan, operation, arrays, spec)
     else:  # nothing to compute
@@ -140,10 +141,3 @@ def call(
         return loss.reshape(lead), results
     weights = weights_of(arrays.labels, arrays.token_weights, dtype)
     return (mean_of(loss, weights) if reduction == "mean" else loss), results
-
-
-_KINDS = {
-    (has_statistics, is_split): kind(results=results, **_OPTIONS)
-    for has_statistics, results in _RESULTS.items()
-    for is_split, kind in {False: LossKind, True: SplitLossKind}.items()
-}

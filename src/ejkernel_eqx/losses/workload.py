@@ -23,7 +23,7 @@ def workload(implementation: Implementation, problem: Problem) -> Workload:
     spec = spec_of(problem)
     flops = 2.0 * problem.dim("B") * problem.dim("M") * problem.dim("N") * problem.dim("E") * problem.dim("V")
     make = functools.partial(make_arrays, problem)
-    return workload_of(kind_of(spec), implementation, spec, make, flops=flops)
+    return workload_of(kind_of(spec.has_statistics, False), implementation, spec, make, flops=flops)
 
 
 def spec_of(problem: Problem) -> LossSpec:
@@ -40,7 +40,7 @@ def _spec(reduction: str, flag: Callable[[str], Any]) -> LossSpec:
         value_of("label_smoothing", _SMOOTHING, 0.0),
         value_of("z_loss", _Z_LOSS, 0.0),
         bool(flag("statistics")),
-        divergence=None if flag("divergence") == "none" else str(flag("divergence")),
+        divergence=None if flag("divergence") in (None, "none") else str(flag("divergence")),
         teacher_soft_cap=value_of("teacher_soft_cap", _CAP, None),
     )
 
@@ -70,9 +70,10 @@ def make_arrays(problem: Problem, seed: int) -> LossArrays:
     return arrays._replace(labels=jnp.where(ignored, -1, arrays.labels))
 
 
-_SWITCHES = (
-    "soft_cap temperature label_smoothing z_loss statistics bias token_weights teacher_soft_cap teacher_bias"
-)
+_SWITCHES = {
+    "linear_cross_entropy": "label_smoothing z_loss statistics",
+    "linear_divergence": "teacher_soft_cap teacher_bias",
+}
 
 
 def _shapes(size: Mapping[str, int], dtype: str, flag: Callable[[str], Any]) -> dict[str, Any]:
@@ -90,18 +91,17 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
     - `dims`: `N` tokens, `E` features, a vocabulary of `V`; rows of tokens `M` and the leading axes `B` default to 1. Of a teacher `K` words, or
         `F` features, which default to `E`.
     - `dtype`: the dtype of features, weight and teacher; biases and weights of tokens are float32 (float64 with float64).
-    - `flags`: `reduction` (`sum` by default, also for a mean, or `none`); `soft_cap`, `temperature`, `label_smoothing`, `z_loss`, `statistics`,
-        `bias`, `token_weights` (default false). Of `linear_divergence` `divergence` (`forward_kl` by default), `teacher` (`features` by default,
-        `logits`, `top_k`), `teacher_soft_cap`, `teacher_bias`.
+    - `flags`: `reduction` (`sum` by default, also for a mean, or `none`); `soft_cap`, `temperature`, `bias`, `token_weights` (default false). Of
+        `linear_cross_entropy` `label_smoothing`, `z_loss`, `statistics`; of `linear_divergence` `divergence` (`forward_kl` by default), `teacher`
+        (`features` by default, `logits`, `top_k`), `teacher_soft_cap`, `teacher_bias`.
 
     Raises `ValueError` for an unknown name, a missing size, or sizes that do not fit together.
     """
-    is_divergence = operation == "linear_divergence"
-    size = read_sizes(dims, {"B": 1, "M": 1, "N": None, "E": None, "V": None, "K": 1, "F": 0})
-    size["F"] = size["F"] or size["E"]
-    words: Any = {"reduction": ("sum", "none"), **dict.fromkeys(_SWITCHES.split(), SWITCH)}
-    words["divergence"] = DIVERGENCES if is_divergence else ("none",)
-    words["teacher"] = ("features", "logits", "top_k") if is_divergence else ("none",)
+    size = read_sizes(dims, {"B": 1, "M": 1, "N": None, "E": None, "V": None, "K": 1, "F": dims.get("E", 1)})
+    switches = f"soft_cap temperature bias token_weights {_SWITCHES[operation]}"
+    words: Any = {"reduction": ("sum", "none"), **dict.fromkeys(switches.split(), SWITCH)}
+    if operation == "linear_divergence":
+        words |= {"divergence": DIVERGENCES, "teacher": ("features", "logits", "top_k")}
     options = read_flags(flags, words)
     size = {letter: size[name] for name, letter in LETTERS.items()}
     arrays = LossArrays(**_shapes(size, dtype, options.get))
