@@ -10,7 +10,7 @@ from jax import Array
 
 from .._values import checked
 from ..core.arguments import array, check_flags, fitting, read_array
-from ..parallel import explicit_mesh, spec_of
+from ..parallel import explicit_mesh, inside_manual_mesh, spec_of
 from .checks import check_number, check_shape, floats, read_soft_cap
 from .spec import DIVERGENCES, LossArrays, LossSpec, REDUCTIONS, TOKENS
 from .statistics import devices
@@ -61,6 +61,7 @@ class Options:
             float(self.z_loss),
             has_statistics,
             self.vocab_axis or vocab_axis,
+            inside_manual_mesh(),
             self.divergence,
             float(self.beta),
         )

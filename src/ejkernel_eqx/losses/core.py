@@ -12,7 +12,6 @@ from ..core import Kind
 from ..core.arguments import accumulator, wide
 from ..core.kind import Named
 from ..dispatch import Problem
-from ..parallel import varies_over
 from . import reference
 from .spec import LEARNED, letters_of, LossArrays, LossSpec, RESULTS, SAVED, SHARED, STATISTICS
 from .statistics import as_one, devices, mean_of, weights_of
@@ -85,9 +84,9 @@ class LossKind(Kind):
 
 
 def _of_all_devices(cotangents: Named, spec: LossSpec) -> tuple[Named, int]:
-    """The cotangents of results that several devices have, and the number of devices that have a part of them each: inside a user's `shard_map`
-    whose types say which values vary. Elsewhere each has the whole cotangents."""
-    if not any([varies_over(x, spec.vocab_axis) for x in cotangents.values()]):
+    """The cotangents of results that several devices have, and the number of devices that have a part of them each: inside a user's `shard_map`.
+    Elsewhere each has the whole cotangents."""
+    if not (spec.is_local and spec.vocab_axis):
         return cotangents, 1
     return {name: lax.psum(x, spec.vocab_axis) for name, x in cotangents.items()}, devices(spec)
 

@@ -31,6 +31,9 @@ class LossSpec:
     """The mesh axis that the vocabulary is split over: `weight` and `bias` are then one device's consecutive rows, and labels count all of
     them. Platforms exchange by `statistics.merged` and `statistics.summed` only."""
 
+    is_local: bool = False
+    """Whether the call is one device's, inside a user's `shard_map`. JAX then adds up what its devices have parts of."""
+
     divergence: str | None = None
     """One of `DIVERGENCES` in place of the cross entropy. Then smoothing and z-loss are 0, there are no statistics and no `vocab_axis`, and labels
     say by their sign which tokens are ignored."""

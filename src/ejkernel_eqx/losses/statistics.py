@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ..parallel import varies_over
 from .spec import LossSpec
 
 
@@ -111,16 +110,13 @@ def merged(part: Part, spec: LossSpec) -> Part:
 
 
 def summed(x: Array, spec: LossSpec) -> Array:
-    """The sum of the devices' gradients of an array that all of them have whole. Where types say over which devices values vary, JAX adds it
-    itself."""
-    if devices(spec) == 1 or varies_over(x, spec.vocab_axis):
-        return x
-    return lax.psum(x, spec.vocab_axis)
+    """The sum of the devices' gradients of an array that all of them have whole."""
+    return x if devices(spec) == 1 or spec.is_local else lax.psum(x, spec.vocab_axis)
 
 
 def as_one(x: Array, spec: LossSpec) -> Array:
     """A result that all devices have, also by its type."""
-    return lax.pmean(x, spec.vocab_axis) if varies_over(x, spec.vocab_axis) else x
+    return lax.pmean(x, spec.vocab_axis) if spec.is_local and spec.vocab_axis else x
 
 
 def tokens_of(part: Part, words: int) -> Tokens:

@@ -8,11 +8,11 @@ from .leading import wide as wide
 from .leading import widened as widened
 from .mesh import explicit_mesh as explicit_mesh
 from .mesh import how_split as how_split
+from .mesh import inside_manual_mesh as inside_manual_mesh
 from .mesh import match_sharding as match_sharding
 from .mesh import match_varying as match_varying
 from .mesh import output_shapes as output_shapes
 from .mesh import spec_of as spec_of
 from .mesh import Split as Split
-from .mesh import varies_over as varies_over
 from .partition import over_explicit_mesh as over_explicit_mesh
 from .partition import partitioned as partitioned

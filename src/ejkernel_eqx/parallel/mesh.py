@@ -84,11 +84,6 @@ def match_varying(tree: Any, like: Any) -> Any:
     return jax.tree.map(mark, tree) if wanted else tree
 
 
-def varies_over(x: Any, axis: str | None) -> bool:
-    """Returns whether the type of a value says that it varies over a mesh axis."""
-    return axis in _varying(x)
-
-
 def _varying(leaf: Any) -> frozenset[str]:
     manual = getattr(jax.typeof(leaf), "manual_axis_type", None)
     return frozenset(manual.varying) if manual is not None else frozenset()
