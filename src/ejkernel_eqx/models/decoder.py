@@ -477,10 +477,13 @@ class Decoder(Module):
         return Teacher.from_features(x, weight, bias, logits_soft_cap=self.config.logits_soft_cap)
 
     def _of_head(self, x: Array) -> tuple[Array, Array, Array | None]:
-        """What a loss takes: scaled features, weight and bias."""
+        """What a loss takes: features, weight and bias, of which the first and the last are scaled."""
         weight = dequantise(self.embedding if self.head is None else self.head.weight)
-        scale = self.config.logits_scale
-        return x if scale == 1 else x * jnp.asarray(scale, x.dtype), weight, self._head_bias
+        bias = self._head_bias
+        if (scale := self.config.logits_scale) != 1:
+            x = x * jnp.asarray(scale, x.dtype)
+            bias = None if bias is None else bias * jnp.asarray(scale, bias.dtype)
+        return x, weight, bias
 
     @property
     def _head_bias(self) -> Array | None:
