@@ -28,14 +28,7 @@ from .attention.signature import WithLse
 from .cells.recurrent import GivenState
 from .cells.recurrent import NewState
 from .dispatch import PlatformLike
-from .losses.linear_cross_entropy import B
-from .losses.linear_cross_entropy import Labels
-from .losses.linear_cross_entropy import Loss
-from .losses.linear_cross_entropy import W
-from .losses.linear_cross_entropy import Weights
-from .losses.linear_cross_entropy import X
 from .losses.teacher import Teacher
-from .losses.token_statistics import TokenStatistics
 from .native_sparse.native_pages.operation import Output
 from .native_sparse.native_pages.operation import WithIndices
 from .paged import PagedLatentCache
@@ -535,15 +528,14 @@ def linear_attention(
     config: Any | None = None,
 ) -> tuple[Float[Array, '*B T R V'], FinalState]: ...
 
-@overload
 def linear_cross_entropy(
-    x: X,
-    labels: Labels,
-    weight: W,
-    bias: B = None,
-    token_weights: Weights = None,
+    x: Float[AnyArray, '*B E'],
+    labels: Int[AnyArray, '*B'],
+    weight: Float[AnyArray, 'V E'],
+    bias: Float[AnyArray, ' V'] | None = None,
+    token_weights: Float[AnyArray, '*B'] | None = None,
     *,
-    return_statistics: Literal[False] = False,
+    return_statistics: bool = False,
     reduction: str = 'mean',
     logits_soft_cap: float | None = None,
     label_smoothing: float = 0.0,
@@ -553,27 +545,7 @@ def linear_cross_entropy(
     vocab_axis: str | None = None,
     platform: PlatformLike | None = None,
     config: Any | None = None,
-) -> Loss: ...
-
-@overload
-def linear_cross_entropy(
-    x: X,
-    labels: Labels,
-    weight: W,
-    bias: B = None,
-    token_weights: Weights = None,
-    *,
-    return_statistics: Literal[True],
-    reduction: str = 'mean',
-    logits_soft_cap: float | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    ignore_index: int | None = None,
-    temperature: float = 1.0,
-    vocab_axis: str | None = None,
-    platform: PlatformLike | None = None,
-    config: Any | None = None,
-) -> tuple[Loss, TokenStatistics]: ...
+) -> Any: ...
 
 def linear_divergence(
     x: Float[AnyArray, '*B E'],

@@ -115,7 +115,18 @@ def test_a_small_model_learns_from_a_published_one(examples, folder, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(TEXT * 40, encoding="utf-8")
     sizes = "--embed-dim 32 --num-layers 1 --num-heads 4 --num-kv-heads 2 --learning-rate 1e-2".split()
-    options = ["--data", text, "--out-dir", tmp_path / "run", "--distil", folder, *SMALL, *sizes, "--batch-size", 8]
+    options = [
+        "--data",
+        text,
+        "--out-dir",
+        tmp_path / "run",
+        "--distil",
+        folder,
+        *SMALL,
+        *sizes,
+        "--batch-size",
+        8,
+    ]
     options = [*map(str, options), "--distil-weight", "1", "--steps", "200"]
     teacher = ejx.models.from_pretrained(folder, dtype="float32")
     vocabulary = examples.train_lm.tokenizer_of(folder)

@@ -40,12 +40,18 @@ def of_logits(operation, x, labels, weight, bias, token_weights) -> Any:
     return ejx.cross_entropy(logits, labels, token_weights, label_smoothing=0.1)
 
 
+def of_split_logits(operation, x, labels, weight, bias, token_weights) -> Any:
+    logits, options = jnp.einsum("bte,ve->btv", x, weight) + bias[None, None], operation.options
+    axis, reduction = options.vocab_axis, options.reduction
+    return ejx.cross_entropy(logits, labels, token_weights, vocab_axis=axis, reduction=reduction)
+
+
 def divergence(operation, x, labels, weight, bias, token_weights) -> Any:
     teacher = ejx.Teacher.from_features(x[..., :4], weight[:, :4], bias)
     return operation(x, weight, teacher, bias, token_weights, mask=labels >= 0)
 
 
-CONFIG = {"config": XlaConfig(8)}
+CONFIG: dict[str, Any] = {"config": XlaConfig(8)}
 CALLS: dict[str, Any] = {
     "mean": (losses, ejx.LinearCrossEntropy(**CONFIG)),
     "none": (losses, ejx.LinearCrossEntropy("none", config=XlaConfig(64))),
@@ -96,7 +102,7 @@ def test_words_over_an_axis(reduction, kind, shape):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("reduction", ["none", "sum"])
-@pytest.mark.parametrize("form", [losses, statistics])
+@pytest.mark.parametrize("form", [losses, statistics, of_split_logits])
 def test_inside_shard_map(form, reduction, check_vma):
     """Each device has some tokens and some words; labels count all words."""
     call = lambda axis: functools.partial(
@@ -104,7 +110,7 @@ def test_inside_shard_map(form, reduction, check_vma):
     )
     specs = {name: P(*axes) for name, axes in SPECS.items()}
     out = P() if reduction == "sum" else P(ROWS)
-    outs = out if form is losses else (out, (P(ROWS),) * 3)
+    outs = (out, (P(ROWS),) * 3) if form is statistics else out
 
     def scalar(results) -> Any:
         return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(results))

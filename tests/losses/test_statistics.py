@@ -68,7 +68,7 @@ def everything(function, inputs, labels) -> dict[str, Any]:
     return named | grads
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("function", [linear, of_logits])
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("name", OPTIONS)
@@ -119,10 +119,11 @@ def test_words_that_are_masked():
     assert_close(grad, jnp.zeros((1, 6)), scale=1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_logits_of_other_dtypes(dtype, enable_x64):
     """The loss and its gradient by the formula of a projection by one."""
-    options = dict(logits_soft_cap=2.0, label_smoothing=0.2, z_loss=0.1)
+    options: dict[str, Any] = dict(logits_soft_cap=2.0, label_smoothing=0.2, z_loss=0.1)
     case = Case((5,), vocabulary=8, dtype=dtype, ignored=1, options=options)
     inputs, labels, dout = make(case)
     inputs["weight"] = jnp.eye(8, dtype=dtype)
@@ -134,6 +135,7 @@ def test_logits_of_other_dtypes(dtype, enable_x64):
     assert_close(actual["x"], expected["x"], dtype, "gradient")
 
 
+@pytest.mark.slow
 def test_logits_compose():
     """vmap, forward mode and second derivatives, as of any function of JAX's."""
     logits, labels = jax.random.normal(jax.random.key(0), (3, 5, 7)), jnp.arange(15).reshape(3, 5) % 8 - 1

@@ -28,7 +28,7 @@ def gradients(function, model):
     return eqx.filter_jit(eqx.filter_value_and_grad(lambda model: function(model)))(model)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [APART, TIED])
 def test_agree_with_those_of_logits(options):
     model, other = model_of(options, 0), model_of(TIED, 1)

@@ -10,7 +10,7 @@ from jax import Array
 
 from .._values import checked
 from ..core.arguments import array, check_flags, fitting, read_array
-from ..parallel import explicit_mesh, inside_manual_mesh, spec_of
+from ..parallel import explicit_mesh, inside_manual_mesh, mesh_axes, spec_of
 from .checks import check_number, check_shape, floats, read_soft_cap
 from .spec import DIVERGENCES, LossArrays, LossSpec, REDUCTIONS, TOKENS
 from .statistics import devices
@@ -122,9 +122,10 @@ def _axis_of(weight: Array, *others: Any) -> str | None:
     """The mesh axis that splits the rows of the weight, by its type on an explicit mesh, and nothing else."""
     mesh = explicit_mesh(weight)
     axis = None if mesh is None else spec_of(weight)[0]
-    taken = [entry for x in others for entry in spec_of(x)]
-    is_free = not any(axis in (entry if isinstance(entry, tuple) else (entry,)) for entry in taken)
-    return axis if isinstance(axis, str) and mesh.shape[axis] > 1 and is_free else None
+    if mesh is None or not isinstance(axis, str) or mesh.shape[axis] == 1:
+        return None
+    taken = [mesh_axes(entry) for x in others for entry in spec_of(x)]
+    return None if axis in set().union(*taken) else axis
 
 
 def labels_of_mask(x: Any, mask: Any) -> Array:

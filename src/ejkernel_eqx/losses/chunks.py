@@ -26,24 +26,25 @@ def over_chunks(
     count = flat["labels"].shape[0]
     chunks = -(-count // size)
     if chunks <= 1:
-        *results, sums = chunk(flat)
+        results, of_tokens, sums = chunk(flat)
     else:
         # Chunk i has the tokens i, i + chunks, ..., so that each has some of every device's if the tokens are split over devices.
-        def split(name: str, x: Array) -> Array:
+        def parts_of(name: str, x: Array) -> Array:
             fill = -1 if name == "labels" else 0
             x = jnp.pad(x, [(0, -count % chunks)] + [(0, 0)] * (x.ndim - 1), constant_values=fill)
             return jnp.moveaxis(x.reshape(-1, chunks, *x.shape[1:]), 1, 0)
 
         def body(sums: Any, tokens: Any) -> Any:
             *results, more = chunk(dict(tokens))
-            return jax.tree.map(jnp.add, sums, more), results
+            return jax.tree.map(jnp.add, sums, more), tuple(results)
 
-        parts = {name: split(name, x) for name, x in flat.items()}
+        parts = {name: parts_of(name, x) for name, x in flat.items()}
         zeros = {name: jnp.zeros(x.shape, accumulator(x.dtype)) for name, x in learned.items()}
-        sums, results = lax.scan(body, match_varying(zeros, parts), parts)
-        results = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:])[:count], results)
-    of_tokens = lambda named: {name: x.reshape(*lead, *x.shape[1:]) for name, x in named.items()}
-    return (*map(of_tokens, results), sums)
+        sums, each = lax.scan(body, match_varying(zeros, parts), parts)
+        whole = lambda x: jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:])[:count]
+        results, of_tokens = jax.tree.map(whole, each)
+    split = lambda named: {name: x.reshape(*lead, *x.shape[1:]) for name, x in named.items()}
+    return split(results), split(of_tokens), sums
 
 
 def product(a: Array, b: Array, axes: Any, dtype: Any) -> Array:

@@ -132,8 +132,8 @@ def call(
     if arrays.x.size:
         results = kind.call(plan, operation, arrays, spec)
     else:  # nothing to compute
-        results = {name: jnp.zeros(lead, dtype) for name in kind.results}
-        results |= {} if spec.reduction == "none" else {"out": jnp.zeros((), dtype)}
+        shape_of = lambda name: () if name == "out" and spec.reduction == "sum" else lead
+        results = {name: jnp.zeros(shape_of(name), dtype) for name in kind.results}
     results = {name: as_one(x, spec) for name, x in results.items()}
     loss = results.pop("out")
     if reduction == "none":

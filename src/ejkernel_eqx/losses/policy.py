@@ -15,7 +15,8 @@ from ..core.arguments import array, check_flags, read_array, wide
 from .checks import check_number, floats
 from .statistics import mean_of
 
-LogProbs, OfSequences = Float[AnyArray, "*B T"], Float[AnyArray, "*B"]
+LogProbs = Float[AnyArray, "*B T"]
+OfSequences = Float[AnyArray, "*B"]
 
 
 def sft_loss(log_probs: LogProbs, token_weights: LogProbs | None = None) -> Float[Array, ""]:

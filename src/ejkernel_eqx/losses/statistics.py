@@ -104,9 +104,10 @@ def merged(part: Part, spec: LossSpec) -> Part:
     largest = jnp.max(each.largest, 0)
     shift = each.largest - largest[None]
     scale = jnp.exp(shift)
-    add = lambda x: None if x is None else jnp.sum(x, 0)
-    weighted = None if each.weighted is None else scale * (each.weighted + shift * each.exponentials)
-    return Part(largest, add(scale * each.exponentials), add(each.target), add(each.total), add(weighted))
+    add, total, weighted = lambda x: jnp.sum(x, 0), each.total, each.weighted
+    total = None if total is None else add(total)
+    weighted = None if weighted is None else add(scale * (weighted + shift * each.exponentials))
+    return Part(largest, add(scale * each.exponentials), add(each.target), total, weighted)
 
 
 def summed(x: Array, spec: LossSpec) -> Array:
@@ -127,16 +128,11 @@ def tokens_of(part: Part, words: int) -> Tokens:
     return Tokens(part.largest + log_sum, part.target, part.target - part.largest, mean, entropy)
 
 
-def losses_of(tokens: Tokens, spec: LossSpec) -> Array:
-    losses = tokens.lse - (1 - spec.label_smoothing) * tokens.target
-    if tokens.mean is not None:
-        losses -= spec.label_smoothing * tokens.mean
-    return losses + spec.z_loss * tokens.lse**2 if spec.z_loss else losses
-
-
 def results_of(tokens: Tokens, is_real: Array, spec: LossSpec) -> dict[str, Array]:
     """The losses of all tokens before they are weighted, and the statistics if the call has them; 0 for tokens without a label."""
-    results = {"losses": losses_of(tokens, spec)}
+    losses = tokens.lse - (1 - spec.label_smoothing) * tokens.target
+    losses -= 0 if tokens.mean is None else spec.label_smoothing * tokens.mean
+    results = {"losses": losses + spec.z_loss * tokens.lse**2 if spec.z_loss else losses}
     if tokens.entropy is not None:
         log_probs = tokens.target - tokens.lse
         results |= {"log_probs": log_probs, "entropy": tokens.entropy, "lse": tokens.lse}

@@ -29,4 +29,4 @@ class TokenStatistics(NamedTuple):
         """From the `STATISTICS` of `spec.py`, for tokens with the axes `lead`."""
         names = ("log_probs", "entropy", "lse")
         is_top1 = (results["margin"] >= 0) & (labels >= 0)
-        return cls(*(results[name].reshape(lead) for name in names), is_top1.reshape(lead))
+        return cls(**{name: results[name].reshape(lead) for name in names}, is_top1=is_top1.reshape(lead))

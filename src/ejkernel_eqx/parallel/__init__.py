@@ -1,4 +1,5 @@
 from .layout import Axes as Axes
+from .layout import mesh_axes as mesh_axes
 from .leading import given_of as given_of
 from .leading import Leading as Leading
 from .leading import mapped as mapped
