@@ -349,7 +349,7 @@ def reversible(
         results, saved = forward(given)
         return results, (given, saved)
 
-    def call_backward(residuals: tuple[Named, Named], cotangents: Named) -> tuple[dict[str, Array | None]]:
+    def call_backward(residuals: tuple[Named, Named], cotangents: Any) -> tuple[dict[str, Array | None]]:
         given, saved = residuals
         cotangents = {name: x for name, x in cotangents.items() if not isinstance(x, SymbolicZero)}
         grads = backward(given, saved, cotangents)

@@ -7,7 +7,7 @@ from jax import Array
 from ..core.arguments import array, is_finite
 
 
-def check_number(name: str, number: Any, least: float, most: float, *, ends: bool = True) -> None:
+def check_number(name: str, number: Any, least: Any, most: Any, *, ends: bool = True) -> None:
     """Raises `ValueError` for a number that is not from `least` to `most`, or without `ends` not between them."""
     inside = is_finite(number) and (least <= number <= most if ends else least < number < most)
     if not inside:

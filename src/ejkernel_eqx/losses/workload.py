@@ -21,9 +21,11 @@ _CAP, _TEMPERATURE, _SMOOTHING, _Z_LOSS = 30.0, 0.7, 0.1, 1e-4
 def workload(implementation: Implementation, problem: Problem) -> Workload:
     """The work of one problem on one of the platforms."""
     spec = spec_of(problem)
-    flops = 2.0 * problem.dim("B") * problem.dim("M") * problem.dim("N") * problem.dim("E") * problem.dim("V")
-    make = functools.partial(make_arrays, problem)
-    return workload_of(kind_of(spec.has_statistics, False), implementation, spec, make, flops=flops)
+    size = {"F": 0, **dict(problem.dims)}
+    logits = 2.0 * size["B"] * size["M"] * size["N"] * size["V"]
+    own, both = logits * size["E"], logits * (size["E"] + size["F"])
+    kind, make = kind_of(spec.has_statistics, False), functools.partial(make_arrays, problem)
+    return workload_of(kind, implementation, spec, make, flops=both, backward=2 * own / both)
 
 
 def spec_of(problem: Problem) -> LossSpec:
@@ -40,7 +42,7 @@ def _spec(reduction: str, flag: Callable[[str], Any]) -> LossSpec:
         value_of("label_smoothing", _SMOOTHING, 0.0),
         value_of("z_loss", _Z_LOSS, 0.0),
         bool(flag("statistics")),
-        divergence=None if flag("divergence") in (None, "none") else str(flag("divergence")),
+        divergence=flag("divergence") or None,
         teacher_soft_cap=value_of("teacher_soft_cap", _CAP, None),
     )
 
