@@ -262,7 +262,7 @@ BOTH = "--mixer gla,attention --num-layers 3"
         (BOTH, 2, "--num-layers: expected a multiple of the 2 layers"),
         ("--mesh rows=2", 2, "expected some of data=N,sequence=N,tensor=N, received 'rows=2'"),
         ("--mesh data=64", 2, "--mesh: expected at most the"),
-        ("--distil TEXT", 2, "--distil: expected the folder of a published model"),
+        ("--distil TEXT", 2, "config.json' is not there. Give the folder of a published model"),
         ("--distil-weight 2", 2, "--distil-weight: expected a share from 0 to 1, received 2.0"),
         ("--mesh sequence=2 --seq-len 33", 2, "--seq-len: expected a multiple of the 2 devices"),
         ("--out-dir TEXT/run", 1, "Not a directory"),
