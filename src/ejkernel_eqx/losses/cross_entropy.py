@@ -1,7 +1,5 @@
 """`cross_entropy`: the cross entropy of logits that are at hand."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -12,7 +10,7 @@ from ..core.arguments import array, check_flags, wide
 from . import statistics as by_token
 from .arguments import labels_of, Options
 from .checks import floats
-from .token_statistics import TokenStatistics
+from .token_statistics import LossAndMore, TokenStatistics
 
 
 def cross_entropy(
@@ -28,7 +26,7 @@ def cross_entropy(
     temperature: float = 1.0,
     vocab_axis: str | None = None,
     return_statistics: bool = False,
-) -> Any:
+) -> LossAndMore:
     """The cross entropy of logits that are at hand, with the equation of [`ejkernel_eqx.LinearCrossEntropy`][]. JAX differentiates it in any mode.
     On a mesh, logits whose vocabulary is split are not gathered.
 

@@ -1,10 +1,9 @@
 """`LinearCrossEntropy`: a projection to the vocabulary and the cross entropy of its logits, which are never held whole."""
 
-from typing import Any, ClassVar, Literal, overload, TYPE_CHECKING
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
-from jax import Array
 
 from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int
@@ -12,14 +11,7 @@ from ..core.plans import plan_of
 from ..dispatch import PlatformLike
 from .arguments import Options, resolve
 from .core import call
-from .token_statistics import TokenStatistics
-
-Features = Float[AnyArray, "*B E"]
-Labels = Int[AnyArray, "*B"]
-Head = Float[AnyArray, "V E"]
-HeadBias = Float[AnyArray, " V"]
-TokenWeights = Float[AnyArray, "*B"]
-Loss = Float[Array, "..."]
+from .token_statistics import LossAndMore, TokenStatistics
 
 
 class LinearCrossEntropy(Kernel):
@@ -82,43 +74,17 @@ class LinearCrossEntropy(Kernel):
         )
         self.plan = plan_of(LinearCrossEntropy, self, platform, config, tune_for)
 
-    if TYPE_CHECKING:
-
-        @overload
-        def __call__(
-            self,
-            x: Features,
-            labels: Labels,
-            weight: Head,
-            bias: HeadBias | None = None,
-            token_weights: TokenWeights | None = None,
-            *,
-            return_statistics: Literal[False] = False,
-        ) -> Loss: ...
-
-        @overload
-        def __call__(
-            self,
-            x: Features,
-            labels: Labels,
-            weight: Head,
-            bias: HeadBias | None = None,
-            token_weights: TokenWeights | None = None,
-            *,
-            return_statistics: Literal[True],
-        ) -> tuple[Loss, TokenStatistics]: ...
-
     @jax.named_scope("ejkernel_eqx.LinearCrossEntropy")
     def __call__(
         self,
-        x: Features,
-        labels: Labels,
-        weight: Head,
-        bias: HeadBias | None = None,
-        token_weights: TokenWeights | None = None,
+        x: Float[AnyArray, "*B E"],
+        labels: Int[AnyArray, "*B"],
+        weight: Float[AnyArray, "V E"],
+        bias: Float[AnyArray, " V"] | None = None,
+        token_weights: Float[AnyArray, "*B"] | None = None,
         *,
         return_statistics: bool = False,
-    ) -> Loss | tuple[Loss, TokenStatistics]:
+    ) -> LossAndMore:
         """**Arguments:**
 
         - `x`: `[..., E]`, the features of tokens, with any number of leading axes; bf16, f16, f32, f64.

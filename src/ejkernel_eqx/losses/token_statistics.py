@@ -1,7 +1,7 @@
 """`TokenStatistics`: what losses return of each token besides its loss."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 from jax import Array
 
@@ -30,3 +30,10 @@ class TokenStatistics(NamedTuple):
         names = ("log_probs", "entropy", "lse")
         is_top1 = (results["margin"] >= 0) & (labels >= 0)
         return cls(**{name: results[name].reshape(lead) for name in names}, is_top1=is_top1.reshape(lead))
+
+
+if TYPE_CHECKING:
+    LossAndMore = Any
+else:
+    LossAndMore = Float[Array, "..."] | tuple[Float[Array, "..."], TokenStatistics]
+"""What a loss returns: with `return_statistics` a pair. A type checker does not know which."""
