@@ -28,14 +28,8 @@ from .attention.signature import WithLse
 from .cells.recurrent import GivenState
 from .cells.recurrent import NewState
 from .dispatch import PlatformLike
-from .losses.linear_cross_entropy import Features
-from .losses.linear_cross_entropy import Head
-from .losses.linear_cross_entropy import HeadBias
-from .losses.linear_cross_entropy import Labels
-from .losses.linear_cross_entropy import Loss
-from .losses.linear_cross_entropy import TokenWeights
 from .losses.teacher import Teacher
-from .losses.token_statistics import TokenStatistics
+from .losses.token_statistics import LossAndMore
 from .native_sparse.native_pages.operation import Output
 from .native_sparse.native_pages.operation import WithIndices
 from .paged import PagedLatentCache
@@ -535,15 +529,14 @@ def linear_attention(
     config: Any | None = None,
 ) -> tuple[Float[Array, '*B T R V'], FinalState]: ...
 
-@overload
 def linear_cross_entropy(
-    x: Features,
-    labels: Labels,
-    weight: Head,
-    bias: HeadBias | None = None,
-    token_weights: TokenWeights | None = None,
+    x: Float[AnyArray, '*B E'],
+    labels: Int[AnyArray, '*B'],
+    weight: Float[AnyArray, 'V E'],
+    bias: Float[AnyArray, ' V'] | None = None,
+    token_weights: Float[AnyArray, '*B'] | None = None,
     *,
-    return_statistics: Literal[False] = False,
+    return_statistics: bool = False,
     reduction: str = 'mean',
     logits_soft_cap: float | None = None,
     label_smoothing: float = 0.0,
@@ -553,27 +546,7 @@ def linear_cross_entropy(
     vocab_axis: str | None = None,
     platform: PlatformLike | None = None,
     config: Any | None = None,
-) -> Loss: ...
-
-@overload
-def linear_cross_entropy(
-    x: Features,
-    labels: Labels,
-    weight: Head,
-    bias: HeadBias | None = None,
-    token_weights: TokenWeights | None = None,
-    *,
-    return_statistics: Literal[True],
-    reduction: str = 'mean',
-    logits_soft_cap: float | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    ignore_index: int | None = None,
-    temperature: float = 1.0,
-    vocab_axis: str | None = None,
-    platform: PlatformLike | None = None,
-    config: Any | None = None,
-) -> tuple[Loss, TokenStatistics]: ...
+) -> LossAndMore: ...
 
 def linear_divergence(
     x: Float[AnyArray, '*B E'],
