@@ -26,6 +26,7 @@ class Architecture:
     num_kv_heads: int
     mixer: str = "attention"
     mlp: str = "dense"
+    vocab_size: int = VOCABULARY
 
     @property
     def head_dim(self) -> int:
@@ -42,7 +43,7 @@ class Architecture:
             mixer, options = MIXERS[name]
             layers.append(LayerConfig(mixer, options(self), mlp))
         repeats = self.num_layers // len(layers)
-        return DecoderConfig(VOCABULARY, self.embed_dim, (*layers,) * repeats, norm_eps=1e-5)
+        return DecoderConfig(self.vocab_size, self.embed_dim, (*layers,) * repeats, norm_eps=1e-5)
 
 
 def _heads(arch: Architecture) -> dict[str, Any]:

@@ -10,6 +10,7 @@
     python examples/train_lm.py --remat kernels       # less memory: recompute what is cheap
     python examples/train_lm.py --mesh data=2,sequence=2,tensor=2  # rows, tokens and heads over 8 devices, weights over all
     python examples/train_lm.py --model Qwen3-0.6B --lora 16  # fine-tune the published model in this folder
+    python examples/train_lm.py --distil Qwen3-0.6B   # a small model that learns from the published model in this folder
     python examples/train_lm.py --model Qwen3-0.6B --lora 16 --quantise int4  # the same beside weights of 4 bits (QLoRA)
 
 The model is an `ejx.models.Decoder`, a pre-norm decoder: RMSNorm, a sequence mixer (attention with RoPE and grouped heads, one of the
@@ -46,7 +47,7 @@ from ejkernel_eqx.models.lora import trained
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 import train_options
-from architectures import Architecture, cast, make_model, published_config
+from architectures import Architecture, cast, make_model, published_config, VOCABULARY
 from console import drop_output, interruptible, UsageError
 from training_log import Log
 from training_text import keep_tokenizer, load_data, tokenizer_of
@@ -87,7 +88,11 @@ def architecture_of(args: argparse.Namespace) -> dict[str, Any]:
     """What must match between a checkpoint and a run; stored in its header."""
     if args.model is not None:
         return {"published": published_config(args.model), "lora": args.lora, "quantise": args.quantise}
-    return {field.name: getattr(args, field.name) for field in dataclasses.fields(Architecture)}
+    size = VOCABULARY
+    if args.distil is not None:
+        size = ejx.models.decoder_config(published_config(args.distil)).vocab_size
+    names = [field.name for field in dataclasses.fields(Architecture) if field.name != "vocab_size"]
+    return {name: getattr(args, name) for name in names} | {"vocab_size": size}
 
 
 def make_state(
@@ -111,9 +116,29 @@ def make_state(
     return TrainState(model, make_optimiser(args).init(eqx.filter(model, trained(model))), 0)
 
 
-def training_loss(model: Decoder, tokens: Any, dtype: Any, balance: float = 0.0) -> tuple[Array, Array]:
-    """What is minimised, and the cross entropy in it, in nats: experts have to be balanced as well, or a few would do all the work. On a mesh,
-    `tokens` are inputs and targets."""
+def teacher_of(args: argparse.Namespace, student: Decoder) -> Decoder | None:
+    """The model to learn from."""
+    if args.distil is None:
+        return None
+    teacher = ejx.models.from_pretrained(args.distil, dtype=args.dtype, platform=args.platform)
+    if (size := teacher.config.vocab_size) != student.config.vocab_size:
+        raise UsageError(
+            f"--distil: expected a teacher with the {student.config.vocab_size} tokens of --model, received one with {size}; give one of "
+            "the same family."
+        )
+    return teacher
+
+
+def training_loss(
+    model: Decoder,
+    tokens: Any,
+    dtype: Any,
+    balance: float = 0.0,
+    teacher: Decoder | None = None,
+    share: float = 0.0,
+) -> tuple[Array, Array]:
+    """What is minimised, and the cross entropy in it, in nats: experts have to be balanced as well, or a few would do all the work. With a
+    teacher, a share of it is the divergence from that. On a mesh, `tokens` are inputs and targets."""
     model = cast(model, dtype)
     if isinstance(tokens, tuple):
         (inputs, targets), features = tokens, model
@@ -122,11 +147,16 @@ def training_loss(model: Decoder, tokens: Any, dtype: Any, balance: float = 0.0)
         inputs, features = tokens[:, :-1], model.features
         loss_of = lambda x: model.loss(x, tokens[:, 1:])
     has_experts = any(isinstance(layer.mlp, ejx.models.MoEConfig) for layer in model.config.layers)
-    if not has_experts or not balance:
-        return (loss := loss_of(features(inputs))), loss
-    x, statistics = features(inputs, return_statistics=True)
-    loss = loss_of(x)
-    return loss + balance * ejx.nn.load_balancing_loss(statistics), loss
+    if has_experts and balance:
+        x, statistics = features(inputs, return_statistics=True)
+        added = balance * ejx.nn.load_balancing_loss(statistics)
+    else:
+        x, added = features(inputs), 0.0
+    loss = total = loss_of(x)
+    if teacher is not None:
+        distance = model.divergence(x, teacher.as_teacher(teacher.features(inputs)))
+        total = (1 - share) * loss + share * distance
+    return total + added, loss
 
 
 def mean_loss(model: Decoder, tokens: Any, dtype: Any) -> Array:
@@ -138,12 +168,11 @@ def make_steps(args: argparse.Namespace):
     optimiser = make_optimiser(args)
     compiled: dict[str, Any] = {"compiler_options": ejx.models.compiler_options(args.mesh)}
 
-    @eqx.filter_jit(donate="all", **compiled)
-    def train_step(model, optimiser_state, tokens):
+    @eqx.filter_jit(donate="all-except-first", **compiled)
+    def train_step(teacher, model, optimiser_state, tokens):
         parameters, frozen = eqx.partition(model, trained(model))
-        loss_of = lambda parameters: training_loss(
-            eqx.combine(parameters, frozen), tokens, args.dtype, args.balance
-        )
+        more = args.dtype, args.balance, teacher, args.distil_weight
+        loss_of = lambda parameters: training_loss(eqx.combine(parameters, frozen), tokens, *more)
         (_, loss), grads = eqx.filter_value_and_grad(loss_of, has_aux=True)(parameters)
         updates, optimiser_state = optimiser.update(grads, optimiser_state, parameters)
         model = eqx.combine(eqx.apply_updates(parameters, updates), frozen)
@@ -216,6 +245,7 @@ def train(args: argparse.Namespace, state: TrainState, data: np.ndarray, held_ou
     batches: Any = np.stack([batch_at(held_out, i, args) for i in range(VALIDATION_BATCHES)])
     model, optimiser_state, step = state
     checkpoint = args.out_dir / CHECKPOINTS[args.mesh is not None and args.mesh.size > 1]
+    teacher = teacher_of(args, model)
     on_devices = lambda batch: batch
     if args.mesh is not None:
         on_devices = lambda batch: ejx.models.place_tokens(batch, args.mesh)
@@ -231,7 +261,7 @@ def train(args: argparse.Namespace, state: TrainState, data: np.ndarray, held_ou
     with interruptible() as interrupts, bar:
         while not is_last:
             batch = on_devices(batch_at(data, step, args))
-            model, optimiser_state, loss, norm = train_step(model, optimiser_state, batch)
+            model, optimiser_state, loss, norm = train_step(teacher, model, optimiser_state, batch)
             step += 1
             log.add(step, loss, norm)
             bar.update()
@@ -284,7 +314,7 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:  # from our checks of heads, sizes and the file
         raise UsageError(str(error)) from error
     args.out_dir.mkdir(parents=True, exist_ok=True)
-    tokenizer = keep_tokenizer(args.model, args.out_dir)
+    tokenizer = keep_tokenizer(args.model or args.distil, args.out_dir)
     data, held_out = load_data(args.data, args.seq_len, tokenizer)
     count = sum(x.size for x in jax.tree.leaves(eqx.filter(state.model, trained(state.model))))
     print(

@@ -79,6 +79,10 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     add("--lora", type=int, default=0, metavar="RANK", help=rank)
     frozen = "with --lora: keep the weights that are not trained in 8 or 4 bits"
     add("--quantise", choices=QUANTISED, help=frozen)
+    teacher = "folder of a published model to learn from: a smaller one takes its vocabulary and comes near its probabilities"
+    add("--distil", type=pathlib.Path, metavar="FOLDER", help=teacher)
+    share = "with --distil: the share of the divergence from the teacher in what is minimised; the rest is the cross entropy"
+    add("--distil-weight", type=float, default=0.5, help=share)
     axes = "axes of a mesh and their devices: data=N splits rows, sequence=N tokens, tensor=N heads and features; all split the weights"
     add("--mesh", type=mesh_of, metavar="AXES", help=axes)
     add("--tune", action="store_true", help="find the fastest kernel configurations before training")
@@ -92,6 +96,10 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     args = parser.parse_args(argv)
     args.dtype = None if args.dtype == "auto" else args.dtype
     _check_model(args)
+    if not 0 <= args.distil_weight <= 1:
+        raise UsageError(
+            f"--distil-weight: expected a share from 0 to 1, received {args.distil_weight}; 1 leaves out the cross entropy."
+        )
     if args.balance < 0:
         raise UsageError(f"--balance: expected a number from 0 on, received {args.balance}; 0 is none.")
     sizes = dict(SIZES["cpu" if jax.default_backend() == "cpu" else "accelerator"])
@@ -142,6 +150,10 @@ def _check_mesh(args: argparse.Namespace) -> None:
             raise UsageError(
                 f"--{name}: expected a multiple of the {count} devices of axis {axis!r}, received {size}."
             )
+    if args.distil is not None:
+        raise UsageError(
+            "--distil: expected none with --mesh, over which no teacher is placed; leave one out."
+        )
     if args.lora:
         raise UsageError(
             "--lora: expected none with --mesh, whose recipe splits whole matrices; leave one out."

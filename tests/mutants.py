@@ -117,8 +117,10 @@ FAULTS = (
     Fault("scales-of-the-first-group", "matmul/triton/quantised_products.py", "product_of_codes", "scales_ptr += index * blocks", "scales_ptr += index * 0", "matmul/test_quantised.py"),
     Fault("codes-scaled-by-neighbours", "matmul/triton/coded.py", "few_times_codes", "unit = start + tl.arange(0, units) * UNIT", "unit = start + tl.arange(0, units)", "matmul/test_quantised.py"),
     Fault("codes-of-the-gate-twice", "matmul/xla.py", "apply", "right_of(arrays, spec, up=True)", "right_of(arrays, spec)", "matmul/test_quantised.py"),
-    Fault("z-loss-gradient", "losses/xla.py", "_chunk", "(1 + 2 * spec.z_loss * lse)", "(1 + spec.z_loss * lse)", "losses"),
-    Fault("token-weights-of-a-mean", "losses/xla.py", "backward", "slope = losses - mean[:, None, None]", "slope = losses", "losses"),
+    Fault("z-loss-gradient", "losses/statistics.py", "slope_of", "(1 + 2 * spec.z_loss * tokens.lse)", "(1 + spec.z_loss * tokens.lse)", "losses"),
+    Fault("token-weights-of-a-mean", "losses/statistics.py", "mean_of", "count = jnp.sum(weights)", "count = jnp.sum(weights != 0)", "losses"),
+    Fault("entropy-of-merged-parts", "losses/statistics.py", "merged", "weighted + shift * each.exponentials", "weighted", "losses"),
+    Fault("gradient-of-split-words", "losses/statistics.py", "summed", "lax.psum(x, spec.vocab_axis)", "x", "losses"),
     # layers
     Fault("rotary-sign", "rotary/embedding.py", "turn_neighbours", "b * cos + a * sin", "b * cos - a * sin", "nn/test_rotary.py nn/test_rotary_axes.py nn/test_rotary_config.py nn/test_rotary_lengths.py"),
     Fault("yarn-ramp", "rotary/scaling.py", "YarnScaling.frequencies", "math.floor(low), math.ceil(high)", "math.ceil(low), math.floor(high)", "nn/test_rotary_config.py nn/test_rotary.py"),

@@ -58,6 +58,11 @@ CALLS: dict[str, tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]] = {
     "lightning_attention": (dict(slopes="fla"), (q, k, v), {}),
     "linear_attention": (dict(normalize=True), (jnp.exp(q), jnp.exp(k), v), {}),
     "linear_cross_entropy": (dict(z_loss=0.1), (x, np.arange(6) % 5 - 1, normal(1, 5, 4)), {}),
+    "linear_divergence": (
+        dict(temperature=2.0),
+        (x, normal(1, 5, 4), ejx.Teacher.from_logits(normal(2, 6, 5))),
+        {},
+    ),
     "mean_pooling": (dict(chunk_size=2, normalize=True), (x,), dict(lengths=3)),
     "multi_head_latent_attention": (
         dict(causal=True),

@@ -63,6 +63,7 @@ from .functional import kernel_delta_attention as kernel_delta_attention
 from .functional import lightning_attention as lightning_attention
 from .functional import linear_attention as linear_attention
 from .functional import linear_cross_entropy as linear_cross_entropy
+from .functional import linear_divergence as linear_divergence
 from .functional import matmul as matmul
 from .functional import mean_pooling as mean_pooling
 from .functional import multi_head_latent_attention as multi_head_latent_attention
@@ -84,7 +85,15 @@ from .functional import state_space_v2 as state_space_v2
 from .functional import unified_attention as unified_attention
 from .latent import AbsorbedLatentAttention as AbsorbedLatentAttention
 from .latent import MultiHeadLatentAttention as MultiHeadLatentAttention
+from .losses import cross_entropy as cross_entropy
+from .losses import dpo_loss as dpo_loss
+from .losses import group_advantages as group_advantages
+from .losses import grpo_loss as grpo_loss
 from .losses import LinearCrossEntropy as LinearCrossEntropy
+from .losses import LinearDivergence as LinearDivergence
+from .losses import sft_loss as sft_loss
+from .losses import Teacher as Teacher
+from .losses import TokenStatistics as TokenStatistics
 from .matmul import GroupedMatmul as GroupedMatmul
 from .matmul import Matmul as Matmul
 from .matmul import QuantizedMatmul as QuantizedMatmul

@@ -28,6 +28,8 @@ from .attention.signature import WithLse
 from .cells.recurrent import GivenState
 from .cells.recurrent import NewState
 from .dispatch import PlatformLike
+from .losses.teacher import Teacher
+from .losses.token_statistics import LossAndMore
 from .native_sparse.native_pages.operation import Output
 from .native_sparse.native_pages.operation import WithIndices
 from .paged import PagedLatentCache
@@ -534,11 +536,31 @@ def linear_cross_entropy(
     bias: Float[AnyArray, ' V'] | None = None,
     token_weights: Float[AnyArray, '*B'] | None = None,
     *,
+    return_statistics: bool = False,
     reduction: str = 'mean',
     logits_soft_cap: float | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     ignore_index: int | None = None,
+    temperature: float = 1.0,
+    vocab_axis: str | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> LossAndMore: ...
+
+def linear_divergence(
+    x: Float[AnyArray, '*B E'],
+    weight: Float[AnyArray, 'V E'],
+    teacher: Teacher,
+    bias: Float[AnyArray, ' V'] | None = None,
+    token_weights: Float[AnyArray, '*B'] | None = None,
+    *,
+    mask: Bool[AnyArray, '*B'] | None = None,
+    divergence: str = 'forward_kl',
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    reduction: str = 'mean',
+    logits_soft_cap: float | None = None,
     platform: PlatformLike | None = None,
     config: Any | None = None,
 ) -> Float[Array, '...']: ...

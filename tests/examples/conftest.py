@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import pytest
 
-MODULES = ("train_lm", "serve_lm", "serving")
+MODULES = ("train_lm", "serve_lm", "serving", "grpo")
 SHARED = ("architectures", "console", "serve_options", "train_options", "training_log", "training_text")
 SMALL = "--batch-size 8 --seq-len 32 --embed-dim 32 --num-layers 2 --num-heads 4 --num-kv-heads 2".split()
 SMALL += "--validate-every 10 --checkpoint-every 10 --sample-length 20 --learning-rate 1e-2".split()
@@ -20,6 +20,7 @@ class Examples(NamedTuple):
     train_lm: Any
     serve_lm: Any
     serving: Any
+    grpo: Any
 
     def train(self, *options: object) -> int:
         with jax.numpy_dtype_promotion("standard"):  # optax counts in integers

@@ -226,6 +226,27 @@ def test_quickstart():
     assert float(numbers["training"][2]) < 0.1 and float(numbers["decoding"][-1]) < 1e-5
 
 
+@pytest.mark.slow
+def test_rewards_alone_teach_a_model(examples):
+    """Digits come out sorted. At first few do."""
+    with jax.numpy_dtype_promotion("standard"):  # optax counts in integers
+        assert examples.grpo.main("--steps 1 --kl-weight 0.1".split()) < 0.05
+        assert examples.grpo.main("--steps 250".split()) > 0.5
+
+
+@pytest.mark.slow
+def test_statistics_are_those_of_sampled_answers(examples):
+    """Of the tokens of an answer, each after those before it; without a temperature the likeliest ones."""
+    model, key = examples.grpo.make_model(jax.random.key(0)), jax.random.key(1)
+    prompts = jax.random.randint(key, (5, 3), 0, 10)
+    answers = examples.grpo.sample(model, prompts, key, temperature=0.0)
+    each = eqx.filter_jit(examples.grpo.statistics_of)(model, prompts, answers)
+    logits = eqx.filter_jit(lambda: model(jnp.concatenate([prompts, answers], -1)))()[:, 2:-1]
+    log_p = jax.nn.log_softmax(logits)
+    assert_close(each.log_probs, jnp.take_along_axis(log_p, answers[..., None], -1)[..., 0])
+    assert each.is_top1.all() and not examples.grpo.reward_of(prompts, prompts[:, ::-1]).all()
+
+
 BOTH = "--mixer gla,attention --num-layers 3"
 
 
@@ -241,6 +262,8 @@ BOTH = "--mixer gla,attention --num-layers 3"
         (BOTH, 2, "--num-layers: expected a multiple of the 2 layers"),
         ("--mesh rows=2", 2, "expected some of data=N,sequence=N,tensor=N, received 'rows=2'"),
         ("--mesh data=64", 2, "--mesh: expected at most the"),
+        ("--distil TEXT", 2, "config.json' is not there. Give the folder of a published model"),
+        ("--distil-weight 2", 2, "--distil-weight: expected a share from 0 to 1, received 2.0"),
         ("--mesh sequence=2 --seq-len 33", 2, "--seq-len: expected a multiple of the 2 devices"),
         ("--out-dir TEXT/run", 1, "Not a directory"),
     ],

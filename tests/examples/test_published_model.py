@@ -110,6 +110,45 @@ def test_lora_beside_quantised_weights(examples, folder, tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_a_small_model_learns_from_a_published_one(examples, folder, tmp_path):
+    """Its probabilities come near those of the teacher, on text that says nothing of them. Its checkpoint continues, with the tokenizer beside it."""
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT * 40, encoding="utf-8")
+    sizes = "--embed-dim 32 --num-layers 1 --num-heads 4 --num-kv-heads 2 --learning-rate 1e-2".split()
+    options = [
+        "--data",
+        text,
+        "--out-dir",
+        tmp_path / "run",
+        "--distil",
+        folder,
+        *SMALL,
+        *sizes,
+        "--batch-size",
+        8,
+    ]
+    options = [*map(str, options), "--distil-weight", "1", "--steps", "200"]
+    teacher = ejx.models.from_pretrained(folder, dtype="float32")
+    vocabulary = examples.train_lm.tokenizer_of(folder)
+    args = examples.train_lm.parse(options)
+    data, _ = examples.train_lm.load_data(text, 16, vocabulary)
+    tokens = jnp.asarray(examples.train_lm.batch_at(data, 0, args))
+
+    def distance(model) -> float:
+        of = eqx.filter_jit(
+            lambda: model.divergence(model.features(tokens), teacher.as_teacher(teacher.features(tokens)))
+        )
+        return float(of())
+
+    first = examples.train_lm.make_state(args, examples.train_lm.architecture_of(args)).model
+    assert first.config.vocab_size == 61 and examples.train(*options) == 0
+    student = examples.train_lm.load_checkpoint(tmp_path / "run" / "checkpoint.ejx", args).model
+    assert distance(student) < distance(first) / 4
+    assert examples.train(*options, "--steps", 201, "--resume") == 0
+    assert (tmp_path / "run" / "tokenizer.json").read_text() == (folder / "tokenizer.json").read_text()
+
+
+@pytest.mark.slow
 def test_lora_trains_updates_alone_and_merges(examples, folder, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text(TEXT * 40, encoding="utf-8")

@@ -128,8 +128,9 @@ WRONG_ARGUMENTS = {
 def test_wrong_arguments(name, unchecked):
     change, message = WRONG_ARGUMENTS[name]
     inputs, labels, _ = make(Case())
+    arguments: Any = {"labels": labels} | inputs | change
     with pytest.raises(ValueError, match=message):
-        ejx.LinearCrossEntropy()(**({"labels": labels} | inputs | change))
+        ejx.LinearCrossEntropy()(**arguments)
 
 
 WRONG = dict(reduction="max", logits_soft_cap=0.0, label_smoothing=1.5, z_loss=-1.0, ignore_index=0.5)

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -71,6 +72,8 @@ class Kind:
     - `names`: the names of results in policies of `jax.checkpoint` and, as `"saved"`, of residuals; by default operation and result, or `saved`.
     - `sliced`: whether a mesh may slice heads out of whole arrays, as in `parallel.partitioned`.
     - `partial(arrays, spec)`: whether a mesh may split an axis that the results lack; they are then sums over devices, as gradients are.
+    - `combined`: whether a launch also sums its gradients over the axes in `pinned` itself.
+    - `symbolic_zeros`: whether a backward is called without the cotangents that JAX knows to be zero.
     - `remedy`: the remedy in the error that forward mode raises for kernels with reverse mode only.
     """
 
@@ -92,6 +95,8 @@ class Kind:
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     sliced: bool = True
     partial: Callable[[Any, Any], bool] | None = None
+    combined: bool = False
+    symbolic_zeros: bool = False
     remedy: str = FORWARD_MODE
 
     def call(self, plan: Plan, operation: str, arrays: Any, spec: Any) -> Named:
@@ -177,6 +182,10 @@ class Kind:
     ) -> Named:
         return platform.backward(arrays, spec, config, saved, cotangents)
 
+    def kept_gradients(self, arrays: Any, spec: Any, saved: Named, cotangents: Named) -> Named:
+        """The gradients, where they follow from what the forward has saved without a launch; else nothing. Arrays have any leading axes."""
+        return {}
+
     def told(self, spec: Any, runs: Mapping[str, int], over: tuple[str, ...]) -> Any:
         """The spec of one launch, with the number of rows that read each row of a kept array, or the mapped axes that its gradient is summed
         over."""
@@ -223,6 +232,8 @@ class Kind:
 
         def call_backward(given: Named, saved: Named, cotangents: Named) -> Named:
             cotangents = {name: x for name, x in cotangents.items() if is_float(x)}
+            if kept := self.kept_gradients(self.arrays_of(given), spec, _with(_SAVED, saved), cotangents):
+                return kept
             if not self.has_backward(platform):
                 return self._of_reference(spec, given, cotangents)
             for name in self.unbounded if finite else ():
@@ -233,7 +244,11 @@ class Kind:
 
         learned = frozenset(self.learned)
         return reversible(
-            functools.partial(launch, functools.partial(forward, False)), call_forward, call_backward, learned
+            functools.partial(launch, functools.partial(forward, False)),
+            call_forward,
+            call_backward,
+            learned,
+            self.symbolic_zeros,
         )
 
     def _of_reference(self, spec: Any, given: Named, cotangents: Named) -> Named:
@@ -298,6 +313,7 @@ class Kind:
                 summed=summed or (self.partial is not None and self.partial(arrays, spec)),
                 sliced=self.sliced,
                 pinned=self.pinned(spec),
+                combined=self.combined,
                 seen=not is_opaque(implementation),
             )(given)
 
@@ -318,25 +334,29 @@ def reversible(
     forward: Callable[[Named], tuple[Named, Named]],
     backward: Callable[[Named, Named, Named], Named],
     learned: frozenset[str],
+    symbolic_zeros: bool = False,
 ) -> Call:
     """`function` with a custom reverse-mode derivative: `forward(given)` returns the results and the residuals, from which
-    `backward(given, saved, cotangents)` computes the gradients of the `learned` arrays by name."""
+    `backward(given, saved, cotangents)` computes the gradients of the `learned` arrays by name; with `symbolic_zeros`, without the cotangents
+    that are known to be zero."""
 
     @jax.custom_vjp
     def call(given: Named) -> Named:
         return function(given)
 
-    def call_forward(given: Named) -> tuple[Named, tuple[Named, Named]]:
+    def call_forward(given: Any) -> tuple[Named, tuple[Named, Named]]:
+        given = {name: x.value for name, x in given.items()} if symbolic_zeros else given
         results, saved = forward(given)
         return results, (given, saved)
 
-    def call_backward(residuals: tuple[Named, Named], cotangents: Named) -> tuple[dict[str, Array | None]]:
+    def call_backward(residuals: tuple[Named, Named], cotangents: Any) -> tuple[dict[str, Array | None]]:
         given, saved = residuals
+        cotangents = {name: x for name, x in cotangents.items() if not isinstance(x, SymbolicZero)}
         grads = backward(given, saved, cotangents)
         live = {name for name in learned & given.keys() if is_float(given[name])}
         return ({name: like(grads[name], x) if name in live else None for name, x in given.items()},)
 
-    call.defvjp(call_forward, call_backward)
+    call.defvjp(call_forward, call_backward, symbolic_zeros=symbolic_zeros)
     return call
 
 

@@ -1,1 +1,9 @@
+from .cross_entropy import cross_entropy as cross_entropy
 from .linear_cross_entropy import LinearCrossEntropy as LinearCrossEntropy
+from .linear_divergence import LinearDivergence as LinearDivergence
+from .policy import dpo_loss as dpo_loss
+from .policy import group_advantages as group_advantages
+from .policy import grpo_loss as grpo_loss
+from .policy import sft_loss as sft_loss
+from .teacher import Teacher as Teacher
+from .token_statistics import TokenStatistics as TokenStatistics

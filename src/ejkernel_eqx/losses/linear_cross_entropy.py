@@ -4,32 +4,33 @@ from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
-from jax import Array
 
 from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int
-from ..core.arguments import accumulator
 from ..core.plans import plan_of
 from ..dispatch import PlatformLike
 from .arguments import Options, resolve
-from .core import CROSS_ENTROPY
+from .core import call
+from .token_statistics import LossAndMore, TokenStatistics
 
 
 class LinearCrossEntropy(Kernel):
     r"""The cross entropy of a projection to a vocabulary, over chunks of tokens, so that the logits of all tokens are never held together:
 
-    $$l = c \tanh\big((W x + b) / c\big), \qquad
+    $$l = \frac{c}{\tau} \tanh\big((W x + b) / c\big), \qquad
       \mathrm{loss} = \mathrm{lse}(l) - (1 - \epsilon)\, l_y - \frac{\epsilon}{V} \sum_v l_v + \zeta\, \mathrm{lse}(l)^2,
       \qquad \mathrm{lse}(l) = \log \sum_v e^{l_v}$$
 
-    with a soft cap $c$ (or none), label smoothing $\epsilon$ (Szegedy et al. 2016, arXiv:1512.00567) and a weight
+    with a soft cap $c$ (or none), a temperature $\tau$, label smoothing $\epsilon$ (Szegedy et al. 2016, arXiv:1512.00567) and a weight
     $\zeta$ of the z-loss (Chowdhery et al. 2022, arXiv:2204.02311, section 5). The loss and its gradients are computed
     in float32 (float64 for float64) from products of matrices in the dtype of `x`. The gradients of a mean or a sum are
     computed together with it, from the same logits, as Liger does (Hsu et al. 2024, arXiv:2410.10989). That takes three
-    products of matrices in all. With `reduction="none"`, the backward computes the logits again.
+    products of matrices in all. With `reduction="none"`, and for gradients of statistics, the backward computes the logits again.
 
     Tokens whose label is negative, or `ignore_index`, are left out of the loss, of its gradients and of the mean; their `x` may be NaN.
+
+    A mesh may split the tokens over some of its axes, and the vocabulary over another one. Its devices then exchange a few numbers of each token in
+    one collective, and add up the gradient of `x`.
 
     Platforms: XLA. Derivatives: reverse mode.
     """
@@ -47,6 +48,8 @@ class LinearCrossEntropy(Kernel):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         ignore_index: int | None = None,
+        temperature: float = 1.0,
+        vocab_axis: str | None = None,
         platform: PlatformLike | None = None,
         config: Any | None = None,
         tune_for: Any | None = None,
@@ -59,11 +62,16 @@ class LinearCrossEntropy(Kernel):
         - `label_smoothing`: from 0 to 1, the share of the target that is spread evenly over the vocabulary.
         - `z_loss`: weight of the squared log-sum-exp, which keeps logits from drifting.
         - `ignore_index`: a label of tokens that are ignored, besides negative ones.
+        - `temperature`: divides the logits, after the cap.
+        - `vocab_axis`: the mesh axis that the rows of `weight` and `bias` are split over. Inside `jax.shard_map` they are then one device's rows,
+            and labels count all. Explicit meshes need no name: there the type of `weight` says it.
         - `platform`, `config`: as in [`ejkernel_eqx.CausalConv1d`][].
         - `tune_for`: `(x, labels, weight)` or [`ejkernel_eqx.inputs`][]`(...)`, arrays or `jax.ShapeDtypeStruct`s: fix the choice for these
             inputs now.
         """
-        self.options = Options(reduction, logits_soft_cap, label_smoothing, z_loss, ignore_index)
+        self.options = Options(
+            reduction, logits_soft_cap, label_smoothing, z_loss, ignore_index, temperature, vocab_axis
+        )
         self.plan = plan_of(LinearCrossEntropy, self, platform, config, tune_for)
 
     @jax.named_scope("ejkernel_eqx.LinearCrossEntropy")
@@ -74,7 +82,9 @@ class LinearCrossEntropy(Kernel):
         weight: Float[AnyArray, "V E"],
         bias: Float[AnyArray, " V"] | None = None,
         token_weights: Float[AnyArray, "*B"] | None = None,
-    ) -> Float[Array, "..."]:
+        *,
+        return_statistics: bool = False,
+    ) -> LossAndMore:
         """**Arguments:**
 
         - `x`: `[..., E]`, the features of tokens, with any number of leading axes; bf16, f16, f32, f64.
@@ -83,12 +93,14 @@ class LinearCrossEntropy(Kernel):
         - `weight`: `[V, E]`, such as an embedding; any float dtype, cast to that of `x`.
         - `bias`: `[V]`, any float dtype.
         - `token_weights`: `[...]`, any float dtype; default ones. They are differentiated as well.
+        - `return_statistics`: also return log-probability, entropy and more of each token, from the same logits.
 
-        **Returns:** the loss, a scalar, or `[...]` with `reduction="none"`; float32 (float64 for float64). Raises `ValueError` for invalid arguments.
+        **Returns:** the loss, a scalar, or `[...]` with `reduction="none"`; float32 (float64 for float64). With `return_statistics` the tuple `(loss,
+        statistics)`, [`ejkernel_eqx.TokenStatistics`][]. Raises `ValueError` for invalid arguments.
         """
-        arrays = resolve(self.options, x, labels, weight, bias, token_weights)
-        spec, lead = self.options.spec, x.shape[:-1]
-        if not arrays.x.size:  # nothing to compute
-            return jnp.zeros(lead if spec.reduction == "none" else (), accumulator(arrays.x.dtype))
-        out = CROSS_ENTROPY.call(self.plan, self.operation, arrays, spec)["out"]
-        return out.reshape(lead) if spec.reduction == "none" else out
+        arrays, spec = resolve(
+            self.options, x, labels, weight, bias, token_weights, has_statistics=return_statistics
+        )
+        lead = x.shape[:-1]
+        loss, results = call(self.plan, self.operation, arrays, spec, self.options.reduction, lead)
+        return (loss, TokenStatistics.of(results, arrays.labels, lead)) if return_statistics else loss

@@ -12,10 +12,11 @@ from jax.typing import DTypeLike
 
 from .._broadcast import like
 from .._jitted import compiled_call
+from .._kernel import replaced
 from .._signatures import Module
 from .._values import stops_programs
 from ..dispatch import Backend, place_of_calls
-from ..losses import LinearCrossEntropy
+from ..losses import LinearCrossEntropy, LinearDivergence, Teacher, TokenStatistics
 from ..nn import CacheState, ExpertParallel, RouterStatistics
 from ..nn.arguments import check_flags
 from ..nn.few_rows import Norm, normed
@@ -425,10 +426,69 @@ class Decoder(Module):
         - `labels`: integers `[...]`, the next token of each. Negative ones do not count.
         - `token_weights`: floats `[...]`, the weight of each token in the mean; default ones.
         """
+        x, weight, bias = self._of_head(x)
+        return self.cross_entropy(x, labels, weight, bias, token_weights)
+
+    @compiled_call()
+    def token_statistics(self, x: Array, labels: Array, temperature: float = 1.0) -> TokenStatistics:
+        """Log-probabilities of given tokens, entropies and more, `[...]` and differentiable, from the features `[..., E]` before each
+        ([`ejkernel_eqx.TokenStatistics`][]), for losses such as [`ejkernel_eqx.grpo_loss`][]. The logits, which are never held whole, are divided by
+        the temperature.
+
+        **Arguments:**
+
+        - `x`: `[..., E]`, from `features`.
+        - `labels`: integers `[...]`, the token that comes next; negative where there is none.
+        - `temperature`: that of sampling.
+        """
+        x, weight, bias = self._of_head(x)
+        own = self.cross_entropy.options
+        options = dataclasses.replace(own, reduction="none", temperature=temperature)
+        return replaced(self.cross_entropy, options=options)(x, labels, weight, bias, return_statistics=True)[
+            1
+        ]
+
+    @compiled_call()
+    def divergence(
+        self,
+        x: Array,
+        teacher: Teacher,
+        token_weights: Array | None = None,
+        *,
+        mask: Any = None,
+        **options: Any,
+    ) -> Array:
+        """How far this model is from a teacher, such as the model `other` ([`ejkernel_eqx.LinearDivergence`][]): the loss of distillation.
+
+        ```python
+        teacher = other.as_teacher(other.features(tokens))
+        loss = model.divergence(model.features(tokens), teacher, mask=tokens >= 0, temperature=2.0)
+        ```
+
+        **Arguments:**
+
+        - `x`: `[..., E]`, from `features`.
+        - `teacher`: an [`ejkernel_eqx.Teacher`][] with the same vocabulary.
+        - `token_weights`, `mask`: `[...]`, default ones and all; bool, True for tokens to learn from.
+        - `options`: of `LinearDivergence`: `divergence`, `beta`, `temperature`, `reduction`.
+        """
+        x, weight, bias = self._of_head(x)
+        loss = LinearDivergence(**options, logits_soft_cap=self.config.logits_soft_cap)
+        return loss(x, weight, teacher, bias, token_weights, mask=mask)
+
+    def as_teacher(self, x: Array) -> Teacher:
+        """The distributions after features `[..., E]`, for the `divergence` of another model."""
+        x, weight, bias = self._of_head(x)
+        return Teacher.from_features(x, weight, bias, logits_soft_cap=self.config.logits_soft_cap)
+
+    def _of_head(self, x: Array) -> tuple[Array, Array, Array | None]:
+        """What a loss takes: features, weight and bias, of which the first and the last are scaled."""
         weight = dequantise(self.embedding if self.head is None else self.head.weight)
+        bias = self._head_bias
         if (scale := self.config.logits_scale) != 1:
             x = x * jnp.asarray(scale, x.dtype)
-        return self.cross_entropy(x, labels, weight, self._head_bias, token_weights=token_weights)
+            bias = None if bias is None else bias * jnp.asarray(scale, bias.dtype)
+        return x, weight, bias
 
     @property
     def _head_bias(self) -> Array | None:

@@ -7,12 +7,12 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ..losses import cross_entropy
 from ..nn import MultiHeadAttention
 from .decoder import Decoder
 
@@ -158,17 +158,13 @@ def place_tokens(batch: Array | np.ndarray, mesh: Mesh) -> tuple[Array, Array]:
     return jax.device_put(batch[..., :-1], where), jax.device_put(batch[..., 1:], where)
 
 
-@jax.jit  # outside of it, numbers of columns cannot be made where the logits are
 def split_cross_entropy(logits: Array, targets: Array) -> Array:
-    """Returns the mean cross entropy of all tokens, in nats, from logits on an explicit mesh. The vocabulary may be split over devices: the logits
-    are not gathered.
+    """Returns the mean cross entropy of all tokens, in nats, by [`ejkernel_eqx.cross_entropy`][], which has more options. The vocabulary of the
+    logits may be split over devices: they are not gathered.
 
     **Arguments:**
 
     - `logits`: `[..., V]`.
-    - `targets`: integers `[...]` from 0 to `V - 1`.
+    - `targets`: integers `[...]` up to `V - 1`. Tokens with negative ones are left out.
     """
-    where = jax.typeof(logits).sharding
-    number = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1, out_sharding=where)
-    of_target = jnp.sum(jnp.where(number == targets[..., None], logits, 0.0), axis=-1)
-    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - of_target)
+    return cross_entropy(logits, targets)

@@ -1,4 +1,5 @@
 from .layout import Axes as Axes
+from .layout import mesh_axes as mesh_axes
 from .leading import given_of as given_of
 from .leading import Leading as Leading
 from .leading import mapped as mapped
@@ -8,9 +9,11 @@ from .leading import wide as wide
 from .leading import widened as widened
 from .mesh import explicit_mesh as explicit_mesh
 from .mesh import how_split as how_split
+from .mesh import inside_manual_mesh as inside_manual_mesh
 from .mesh import match_sharding as match_sharding
 from .mesh import match_varying as match_varying
 from .mesh import output_shapes as output_shapes
+from .mesh import spec_of as spec_of
 from .mesh import Split as Split
 from .partition import over_explicit_mesh as over_explicit_mesh
 from .partition import partitioned as partitioned

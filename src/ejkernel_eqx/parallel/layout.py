@@ -31,8 +31,8 @@ class Layout:
     `group`: axes of which each is a multiple of the next, such that element `r` of the longest goes with element `r // (R / n)` of one of
     length `n`. They are split together. One that is shorter than the mesh axis stays whole: if `sliced`, each device slices out the element
     that it needs, else the group is not split. `summed`: an output that lacks a split axis is the sum over it; otherwise an axis is split
-    only if every output has it. `pinned`: axes that are always split, each over one mesh axis, whose parts the body itself combines. `ones`,
-    `out_ones`: see `Axes`.
+    only if every output has it. `pinned`: axes that are always split, each over one mesh axis, whose parts the body itself combines, if
+    `combined` also in outputs that are otherwise sums. `ones`, `out_ones`: see `Axes`.
     """
 
     axes: tuple[tuple[str | None, ...], ...]
@@ -42,6 +42,7 @@ class Layout:
     summed: bool = False
     sliced: bool = True
     pinned: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    combined: bool = False
     ones: tuple[tuple[str | None, ...], ...] = ()
     out_ones: tuple[tuple[str | None, ...], ...] = ()
 
@@ -84,7 +85,7 @@ class Layout:
         for name, size in self._named(self.axes, shapes):
             if name in self.pinned:
                 assigned[name] = self.pinned[name]
-                check_split(assigned[name], size, mesh)
+                check_split(assigned[name], size, mesh, name=name)
         # Pinned axes come first: no argument may take their mesh axes.
         taken = set(assigned.values())
         for axes, spec in zip(self.axes, known, strict=True):
@@ -201,7 +202,7 @@ class Layout:
             return jax.lax.dynamic_slice_in_dim(x, _device(entry, mesh) * shape[axis] // parts, 1, axis)
 
         def total(x: jax.Array, axes: tuple[str | None, ...], shape: Shape) -> jax.Array:
-            own = {self._canonical(name) for name in axes}
+            own = {self._canonical(name) for name in axes} | (self.pinned.keys() if self.combined else set())
             mine = {axis for name in own & assigned.keys() for axis in _ordered(assigned[name])}
             over = [axis for name, e in assigned.items() if name not in own for axis in _ordered(e)]
             # A mesh axis counts once, and none that splits this output is summed over.
@@ -261,19 +262,29 @@ def _is_heads(name: str) -> bool:
     return name[0] == "H" and name[1:].isdigit()
 
 
-def check_split(axis: str, tokens: int, mesh: Mapping[str, int], chunks: int = 1) -> None:
-    """Raises `ValueError` if a mesh cannot split so many tokens over its axis, in so many chunks for each device."""
+_REMEDIES = {
+    "V": ("vocab_axis", "weight", "words", "give the padding a bias of -inf"),
+    None: ("axis_name", "q, k, v", "tokens", "hide the padding by kv_lengths or by negative segment_ids"),
+}
+"""Of what a pinned axis splits, by its name: the option that names the mesh axis, the arrays, what is split, how to pad it."""
+
+
+def check_split(
+    axis: str, size: int, mesh: Mapping[str, int], chunks: int = 1, name: str | None = None
+) -> None:
+    """Raises `ValueError` if a mesh cannot split so many tokens over its axis, in so many chunks for each device, or what else `name` is."""
+    option, arrays, what, hiding = _REMEDIES.get(name, _REMEDIES[None])
     if axis not in mesh:
         raise ValueError(
-            f"axis_name: expected an axis of the mesh, which has {', '.join(map(repr, mesh)) or 'none'}, received {axis!r}; name the one that "
-            "splits the tokens."
+            f"{option}: expected an axis of the mesh, which has {', '.join(map(repr, mesh)) or 'none'}, received {axis!r}; name the one that "
+            f"splits the {what}."
         )
     parts = mesh[axis] * chunks
-    if tokens % parts:
-        whole = -(-tokens // parts) * parts
+    if size % parts:
+        whole = -(-size // parts) * parts
         raise ValueError(
-            f"q, k, v: expected tokens in {parts} equal parts over the {mesh[axis]} devices of axis {axis!r}, received {tokens}; pad them to {whole} "
-            "and hide the padding by kv_lengths or by negative segment_ids."
+            f"{arrays}: expected {what} in {parts} equal parts over the {mesh[axis]} devices of axis {axis!r}, received {size}; pad them to {whole} "
+            f"and {hiding}."
         )
 
 

@@ -235,14 +235,15 @@ def opaque(
     summed: bool = False,
     sliced: bool = True,
     pinned: Mapping[str, str] | None = None,
+    combined: bool = False,
     seen: bool = False,
 ) -> Callable[[Arrays], Arrays]:
     """Extends `function(arrays, runs)`, which takes and returns arrays by name with exactly one leading axis (except as specified in
     `leading`), to any number of leading axes, including none, and folds every `jax.vmap` into them.
 
     Equal names denote the same axis. Names `H<n>` are n heads; they are split over devices together if every output has them and all
-    counts divide. `split` determines the meshes on which it is split over devices; `summed`, `sliced` and `pinned` are as in
-    `Layout`. `seen`: the compiler sees into the function after all, so it may run where only some axes of a mesh are manual.
+    counts divide. `split` determines the meshes on which it is split over devices; `summed`, `sliced`, `pinned` and `combined` are
+    as in `Layout`. `seen`: the compiler sees into the function after all, so it may run where only some axes of a mesh are manual.
     The `whole` broadcast arrays are materialised when `jax.vmap` maps others, because a gradient is needed for every example.
     """
 
@@ -267,6 +268,7 @@ def opaque(
             summed=summed,
             sliced=sliced,
             pinned=pinned or {},
+            combined=combined,
         )
 
     launched = folded if split is Split.NOWHERE else over_devices

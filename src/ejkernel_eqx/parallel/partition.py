@@ -76,7 +76,7 @@ def partitioned(
 ) -> Any:
     """`function(*args)`, split over devices on these `meshes` along every axis for which `split(name)` holds and whose size divides.
 
-    `options`: `split`, `group` (query heads and key heads), `summed` (gradients), `sliced` and `pinned`, as in `Layout`.
+    `options`: `split`, `group` (query heads and key heads), `summed` (gradients), `sliced`, `pinned` and `combined`, as in `Layout`.
     """
     if inside_manual_mesh():
         refuse_partly_manual()
