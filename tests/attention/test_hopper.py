@@ -204,7 +204,7 @@ RANGED = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kind", RANGED)
 def test_bounds_in_one_launch(kind, seed):

@@ -20,8 +20,8 @@ from tests.models.test_decoder import Served
 from tests.models.test_published import folder_of
 
 KINDS = [kind for kind in GOLDEN if "greedy" in GOLDEN[kind]]
-# Layers without a rotation beside windows; states beside gated attention.
-CHEAP = ("exaone4", "qwen3_5_text")
+# States beside gated attention.
+CHEAP = ("qwen3_5_text",)
 each = pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind in CHEAP else pytest.mark.slow) for kind in KINDS]
 )

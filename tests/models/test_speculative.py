@@ -86,8 +86,9 @@ def test_a_draft_model_changes_no_drawn_token(kind):
     assert good == [1, 60] and 17 <= bad[1] < 60
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("kind", ["attention", "delta", "mamba", "latent"])
+@pytest.mark.parametrize(
+    "kind", ["attention", *(pytest.param(kind, marks=slow) for kind in ("delta", "mamba", "latent"))]
+)
 def test_drafts_of_the_text_change_no_token(kind):
     model = model_of(kind)
     (greedy,) = equal(model, (None,), max_new_tokens=100, stop_tokens=())

@@ -63,7 +63,7 @@ def asks_the_host(function: Any, *args: Any) -> bool:
     return any("callback" in name or name == "cond" for name in names)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("kind", ["attention", "latent", "sparse"])
 def test_a_full_row_is_closed_and_others_are_exact(kind, masked):

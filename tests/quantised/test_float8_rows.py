@@ -60,6 +60,7 @@ def test_experts():
     np.testing.assert_array_equal(run(fast, x), run(biased, x))
 
 
+@pytest.mark.slow
 def test_a_model():
     """Stacked layers, scanned over: results move by what rounding the rows costs, and only those of many tokens."""
     model = ejx.quantise(Decoder(DecoderConfig(40, 32, (FULL, FULL)), key=jax.random.key(1)), "fp8")

@@ -81,7 +81,7 @@ VARIANTS: dict[str, tuple[Any, ...]] = {
     "splits, one kernel": (dict(packing="segments", **LONG), "scalar constant", dict(splits=4, single=True)),
 }
 # These, of the first kind, by default.
-DEFAULT = ("one token", "17 tokens", "strong", "bfloat16", "segments", "offsets", "few states", "odd heads")
+DEFAULT = ("one token", "strong", "bfloat16", "segments", "offsets", "odd heads")
 DEFAULT += ("tiles that do not divide", "one kernel, closed", "splits", "splits, segments")
 
 

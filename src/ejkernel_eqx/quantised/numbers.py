@@ -1,5 +1,6 @@
 """The numbers of codes and scales, in XLA."""
 
+import functools
 from typing import Any
 
 import jax
@@ -19,6 +20,8 @@ def numbers(weight: Any) -> Array:
     return by_compiler(weight)
 
 
+# One program where a weight is converted outside of one.
+@functools.partial(jax.jit, inline=True)
 def _numbers(weight: Any) -> Array:
     form: QuantFormat = weight.format
     x = _of_codes(weight.codes, form.element)

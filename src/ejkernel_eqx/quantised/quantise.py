@@ -1,5 +1,8 @@
 """Rounding floats to quantised weights: the nearest code, with the scale that the largest number of a block asks for."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jax import Array, core, lax
 
@@ -58,6 +61,11 @@ def quantised_array(weight: Array, form: QuantFormat) -> QuantizedWeight:
         raise ValueError(
             "weight: expected finite numbers, received NaN or infinities; repair the weights first."
         )
+    return _nearest(weight, form)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _nearest(weight: Array, form: QuantFormat) -> QuantizedWeight:
     wide = weight.astype(jnp.float64 if weight.dtype == jnp.float64 else jnp.float32)
     *lead, rows, columns = weight.shape
     sizes = [size if block == 0 else block for block, size in zip(form.block, (rows, columns))]
@@ -71,7 +79,7 @@ def quantised_array(weight: Array, form: QuantFormat) -> QuantizedWeight:
         # Scales use their range. A factor of the whole matrix brings them there.
         factor = top.max((-2, -1)) / (LARGEST["float8_e4m3fn"] * LARGEST[form.element])
         factor = jnp.where(factor > 0, factor, 1).astype(jnp.float32)
-        top = top / factor[..., None, None]
+        top = lax.optimization_barrier(top / factor[..., None, None])
     if form.scale == "float8_e8m0fnu":
         # The exponent of the largest number less that of the largest element, as in the OCP's description: the largest may be cut off.
         # XLA's log2 is not exact at powers of two.
@@ -80,6 +88,8 @@ def quantised_array(weight: Array, form: QuantFormat) -> QuantizedWeight:
     else:
         scale = top / LARGEST[form.element]
         bits = bits_of(jnp.where(scale > 0, scale, 1), form.scale)
+    # Every quotient is rounded. XLA would make one of two that follow each other.
+    bits = lax.optimization_barrier(bits)
     divisor = floats(bits, form.scale)
     if form.scale == "float8_e4m3fn":
         # The smallest may have been rounded to 0.
@@ -95,6 +105,7 @@ def quantised_array(weight: Array, form: QuantFormat) -> QuantizedWeight:
     return QuantizedWeight(codes, bits, None, factor, form, weight.dtype)
 
 
+@jax.jit
 def error_of(weight: Array, quantised: QuantizedWeight) -> Array:
     """The root mean square of the error over that of the weight."""
     exact = weight.astype(jnp.float32)
