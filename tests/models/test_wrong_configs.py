@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections.abc import Collection
 
 import jax
 import pytest
@@ -49,11 +50,11 @@ def asked_by(read, config):
     return watched.asked
 
 
-def check_all_entries(read, config, known=frozenset()):
+def check_all_entries(read, config, known: Collection[str] = ()):
     """All that are read, but for the known ones."""
     asked = asked_by(read, config)
     assert len(asked) > 5
-    for name in sorted(asked - known):
+    for name in sorted(asked.difference(known)):
         for value in WRONG:
             message = ""
             try:

@@ -56,7 +56,8 @@ class LowRank(Module):
         inner = inner if activation is None else activation(inner)
         return project(f"{name}.up", self.up, inner, self.features)
 
-    def parts(self) -> tuple[eqx.nn.Linear, eqx.nn.Linear]:
+    def parts(self) -> tuple[Any, Any]:
+        """Both projections, or what stands in their places, such as `LoRA`."""
         return self.down, self.up
 
 

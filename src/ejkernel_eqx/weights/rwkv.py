@@ -75,7 +75,7 @@ def rwkv6_time_mix(layer: Any, weights: Weights) -> Any:
     return fill_fields(replaced(layer, new), weights, _AUTHORS | {"g_proj": "gate"}, skip=tuple(new))
 
 
-def _vector(like: Array, name: str, weights: Weights) -> Array:
+def _vector(like: Any, name: str, weights: Weights) -> Array:
     """A vector with the last axis of `like`, also where it is published with axes to broadcast by."""
     size, found = like.shape[-1], weights.shape(name) if weights.has(name) else like.shape[-1:]
     spread = found[-1:] == (size,) and math.prod(found) == size
