@@ -39,6 +39,10 @@ CALLS = {
     "lead": (lambda: linear(q, k, v[0]), r"v: expected shape \[2, 3, H, V\], received \(3, 2, 5\)"),
     "dtypes": (lambda: linear(q, k, v.astype(jnp.bfloat16)), "v: expected the dtype of the first operand"),
     "heads": (lambda: linear(q, f32(2, T, 3, 6), v), "v: expected a head count that divides the largest"),
+    "heads with a bonus": (
+        lambda: gla(q, f32(2, T, 3, 6), v, f32(2, T, 2, 6), bonus=f32(1, 6)),
+        "g: expected a head count that divides the largest",
+    ),
     "query heads": (
         lambda: linear(f32(2, T, 3, 6), k, v),
         "q: expected a head count that divides the largest",

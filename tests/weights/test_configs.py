@@ -132,6 +132,11 @@ def test_recurrent(layer, config, layer_index, options):
     assert eqx.tree_equal(made, eqx.filter_eval_shape(lambda: layer(**options, platform="xla", key=KEY)))
 
 
+def test_another_activation_of_rwkv7_is_refused():
+    with pytest.raises(ValueError, match=r"expected hidden_act to be 'sqrelu' .*, received 'silu'"):
+        nn.RWKV7ChannelMix.from_config(RWKV7 | {"hidden_act": "silu"}, layer_index=0, key=KEY)
+
+
 def test_windows_by_layer():
     windows = [weights.attention_options(GPT_OSS, i)["sliding_window"] for i in range(4)]
     assert windows == [128, None, 128, None]

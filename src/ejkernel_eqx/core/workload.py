@@ -155,7 +155,9 @@ def _run_kernels(
     saved = kind.forward(platform, arrays, spec, config, True)
     results = {name: saved.pop(name) for name in kind.results}
     saved |= {name: results[name] for name in kind.read}
-    grads = kind.backward(platform, arrays, spec, config, saved, dict(cotangents))
+    known = dict(cotangents)
+    grads = kind.kept_gradients(arrays, spec, saved, known)
+    grads = grads or kind.backward(platform, arrays, spec, config, saved, known)
     gradients = {name: like(x, getattr(arrays, name)) for name, x in grads.items()}
     return {name: results[name] for name in wanted} | gradients
 

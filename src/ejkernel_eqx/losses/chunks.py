@@ -47,6 +47,12 @@ def over_chunks(
     return split(results), split(of_tokens), sums
 
 
+def logits_of(x: Array, weight: Array, bias: Array | None, dtype: Any) -> Array:
+    """`[N, V]`, from features `[N, E]` and a weight `[V, E]` of one dtype."""
+    logits = product(x, weight, ((1,), (1,)), dtype)
+    return logits if bias is None else logits + bias.astype(dtype)[None]
+
+
 def product(a: Array, b: Array, axes: Any, dtype: Any) -> Array:
     precision = None if a.dtype.itemsize < 4 else lax.Precision.HIGHEST
     return lax.dot_general(a, b, (axes, ((), ())), precision=precision, preferred_element_type=dtype)

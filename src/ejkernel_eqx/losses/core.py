@@ -61,8 +61,6 @@ class LossKind(Kind):
     def backward(
         self, platform: Any, arrays: Any, spec: Any, config: Any, saved: Named, cotangents: Named
     ) -> Named:
-        if kept := self.kept_gradients(arrays, spec, saved, cotangents):
-            return kept
         whole, parts = _of_all_devices(cotangents, spec)
         grads = super().backward(platform, arrays, spec, config, saved, whole)
         return {name: x / parts if name == "token_weights" else x for name, x in grads.items()}

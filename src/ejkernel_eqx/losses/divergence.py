@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..core.arguments import accumulator
-from .chunks import product
+from .chunks import logits_of
 from .spec import LossArrays, LossSpec
 from .statistics import curved
 
@@ -20,12 +20,9 @@ def teacher_log_probs(arrays: LossArrays, spec: LossSpec) -> Array:
         indices = jnp.where(indices < 0, words, indices)  # negative ones would count from the end
         return nowhere.at[rows, indices].set(arrays.teacher_log_probs.astype(dtype), mode="drop")
     if (logits := arrays.teacher_logits) is None:
-        assert arrays.teacher_x is not None and arrays.teacher_weight is not None
-        logits = product(
-            arrays.teacher_x, arrays.teacher_weight.astype(arrays.teacher_x.dtype), ((1,), (1,)), dtype
-        )
-        if arrays.teacher_bias is not None:
-            logits = logits + arrays.teacher_bias.astype(dtype)[None]
+        x, weight = arrays.teacher_x, arrays.teacher_weight
+        assert x is not None and weight is not None
+        logits = logits_of(x, weight.astype(x.dtype), arrays.teacher_bias, dtype)
     logits, _ = curved(logits.astype(dtype), spec.teacher_soft_cap, spec.temperature)
     return jax.nn.log_softmax(logits)
 

@@ -14,7 +14,7 @@ from jax import Array, lax
 from ..core.arguments import accumulator
 from ..dispatch import DeviceFacts, Problem
 from ..launch.fields import check_fields, whole
-from .chunks import over_chunks, product
+from .chunks import logits_of, over_chunks, product
 from .divergence import divergence_of, teacher_log_probs
 from .spec import LossArrays, LossSpec, TOKENS
 from .statistics import (
@@ -120,9 +120,7 @@ def _chunk(arrays: LossArrays, spec: LossSpec, cotangents: Named) -> tuple[Named
     real = labels >= 0
     # Padding may hold NaN, and 0 NaN is NaN.
     x = jnp.where(real[:, None], x, zero.astype(x.dtype))
-    raw = product(x, weight, ((1,), (1,)), dtype)
-    raw = raw if bias is None else raw + bias.astype(dtype)[None]
-    logits, curve = curved(raw, spec.logits_soft_cap, spec.temperature)
+    logits, curve = curved(logits_of(x, weight, bias, dtype), spec.logits_soft_cap, spec.temperature)
     if spec.divergence is not None:
         losses, slope = divergence_of(jax.nn.log_softmax(logits), teacher_log_probs(arrays, spec), spec)
         results = {"losses": jnp.where(real, losses, 0)}

@@ -37,7 +37,7 @@ from .pooler import Pooler
 from .positions import embed_positions
 from .rows_as_pages import as_differentiated, have_pages, meshes_of, MOST_TOKENS, PagedRows
 from .shared_block import SharedBlock
-from .split import split_options
+from .split import check_splittable
 from .vocabulary import check_rows, embed, in_vocabulary, logits_of
 
 _KERNELS = (
@@ -191,8 +191,10 @@ class Decoder(Module):
             self.positions = normal(jax.random.fold_in(key, 2), (config.max_positions, width), dtype, std)
         blocks = config.shared_blocks
         block_keys = jax.random.split(jax.random.fold_in(key, 3), 0 if blocks is None else blocks.count)
-        of_block: Any = {"platform": platform, "compute_dtype": self.compute_dtype, "dtype": dtype}
-        self.shared_blocks = tuple(SharedBlock(config, **of_block, key=key) for key in block_keys)
+        self.shared_blocks = tuple(
+            SharedBlock(config, platform=platform, compute_dtype=self.compute_dtype, dtype=dtype, key=key)
+            for key in block_keys
+        )
         options |= {"layer_embedding": config.layer_embedding, "shared_blocks": blocks}
         self.layer_embedding = None
         if (features := config.layer_embedding) is not None:
@@ -200,9 +202,9 @@ class Decoder(Module):
             table = normal(at_layers.key(), (config.vocab_size, count * features), dtype)
             norm: Any = norm_of("rms", features, config.norm_eps, dtype)
             self.layer_embedding = LayerEmbedding(config, table, norm, at_layers)
-        options |= {"expert_parallel": expert_parallel}
         split = split_of(sequence_axis, token_order)
-        options |= {"split": split, "split_options": split_options(config, split)}
+        check_splittable(config, split)
+        options |= {"expert_parallel": expert_parallel, "split": split}
 
         def stack(first: int, period: int, repeats: int, place: int) -> DecoderLayer:
             def make(key: Array, index: Array) -> DecoderLayer:

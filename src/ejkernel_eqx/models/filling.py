@@ -175,8 +175,6 @@ def _layers_of(body: Any) -> str:
 
 
 def _filled_positions(table: Any, body: Any) -> Any:
-    if table is None:
-        return None
     name = next((name for name in _POSITIONS if body.has(name)), _POSITIONS[0])
     unused = 2 if name == "embed_positions.weight" else 0  # OPT's first rows, of padding
     rows, width = table.shape
@@ -267,10 +265,8 @@ def filled_layer(layer: Any, view: Any, of_mlp: Any, *of_adapters: Any) -> Any:
     """A layer filled from `view`. `of_mlp` is the view of the MLP and its norms, where that is a block of its own. `of_adapters` are the views of
     the names in `_ADAPTERS`."""
     if of_adapters:
-        own = layer.block_adapters
-        beside = {
-            name: fill(low, dict(zip(_ADAPTERS, of_adapters))[name]) for name, low in own.beside.items()
-        }
+        own, views = layer.block_adapters, dict(zip(_ADAPTERS, of_adapters))
+        beside = {name: fill(low, views[name]) for name, low in own.beside.items()}
         own = replaced(own, {"linear": fill(own.linear, view.at("linear")), "beside": beside})
         layer = replaced(layer, {"block_adapters": own})
         view = of_mlp = view.at("mamba_decoder")

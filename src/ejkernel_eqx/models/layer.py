@@ -1,7 +1,7 @@
 """One layer of a decoder or an encoder: a mixer and an MLP between norms."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -27,6 +27,7 @@ from .layer_inputs import LayerInputs
 from .mixers import MIXERS
 from .mlp import MLP, norm_of
 from .shared_block import BlockAdapters, SharedBlock
+from .split import options_over
 
 
 class DecoderLayer(Module):
@@ -68,7 +69,6 @@ class DecoderLayer(Module):
         norm_type: NormType = "rms",
         expert_parallel: ExpertParallel | None = None,
         split: Split | None = None,
-        split_options: Mapping[str, Mapping[str, Any]] | None = None,
         layer_embedding: int | None = None,
         shared_blocks: SharedBlockConfig | None = None,
         dtype: Any = None,
@@ -81,7 +81,7 @@ class DecoderLayer(Module):
         place = {"layer_index": layer_index, "num_layers": num_layers}
 
         def mixer(config: LayerConfig | BranchConfig, key: Array) -> Any:
-            own = dict(config.options) | dict((split_options or {}).get(config.mixer, {}))
+            own = dict(config.options) | options_over(config.mixer, split)
             return MIXERS[config.mixer](embed_dim, **place, **own, **options, dtype=dtype, key=key)
 
         self.mixer = mixer(config, mixer_key)
@@ -215,7 +215,9 @@ class DecoderLayer(Module):
 
         if self.config.beside is None:
             return run(self.mixer, cache)
-        (out, cache), (other, state) = map(run, self.mixers(()), (None, None) if cache is None else cache)
+        (out, cache), (other, state) = map(
+            run, (self.mixer, self.beside), (None, None) if cache is None else cache
+        )
         out, other = (x * scale for x, scale in zip((out, other), self.config.beside.scales))
         return out + other.astype(out.dtype), None if cache is None else (cache, state)
 

@@ -33,7 +33,12 @@ def positions_of(tokens: Array, rows: dict[str, Any], room: int, cache: Any = No
     def places(given: Any) -> Array:
         *given, lengths = given
         ids = ids_of(*given)
-        at = segment_positions(jnp.zeros(tokens.shape, jnp.int32) if ids is None else ids)
+        # Without ids one row of positions, and of embeddings, serves all rows.
+        at = (
+            like(jnp.arange(tokens.shape[-1], dtype=jnp.int32), tokens)
+            if ids is None
+            else segment_positions(ids)
+        )
         if lengths is None:
             return at
         at = at + like(lengths[0][..., None], at)  # those of the first layer
@@ -45,6 +50,6 @@ def positions_of(tokens: Array, rows: dict[str, Any], room: int, cache: Any = No
 
     at = places(given)
     may_exceed = (tokens.shape[-1] if bounded is None else bounded.max_length) > room
-    if not check_known(given, check) and may_exceed and stops_programs() and mesh_of((tokens, at)) is None:
+    if may_exceed and not check_known(given, check) and stops_programs() and mesh_of((tokens, at)) is None:
         at = stopped(at, at >= room, say("more"))
     return at

@@ -18,7 +18,7 @@ from .arguments import check_eps, read_sizes, width_of
 from .parts import Parts
 from .projection import project
 from .recurrent import RecurrentLayer, Rows
-from .rwkv_parts import head_norm, LowRank, mixed, TokenShift
+from .rwkv_parts import LowRank, mixed, TokenShift
 from .tokens import merge_heads, split_heads
 
 
@@ -139,4 +139,5 @@ class RWKV6TimeMix(RecurrentLayer):
         tokens = {name: split_heads(each, heads) for name, each in tokens.items()}
         out = merge_heads(rows.run(self.recurrence, tokens, {"bonus": self.bonus}))
         gate = jax.nn.silu(project("g_proj", self.g_proj, g, value_dim))
-        return project("o_proj", self.o_proj, head_norm(self.g_norm, out) * gate, self.embed_dim)
+        normed = project("g_norm", self.g_norm, out, value_dim)
+        return project("o_proj", self.o_proj, normed * gate, self.embed_dim)

@@ -27,7 +27,7 @@ from .arguments import check_divides, check_eps, check_flags, read_array, read_s
 from .parts import Parts
 from .projection import project
 from .recurrent import RecurrentLayer, RecurrentState, Rows
-from .rwkv_parts import head_norm, LowRank, mixed, TokenShift
+from .rwkv_parts import LowRank, mixed, TokenShift
 from .tokens import merge_heads, split_heads
 
 _Result = Float[Array, "*B T E"] | tuple[Float[Array, "*B T E"], Float[Array, "*B T C"]]
@@ -164,18 +164,16 @@ class RWKV7TimeMix(RecurrentLayer):
         **Returns:** as [`RecurrentLayer`][ejkernel_eqx.nn.RecurrentLayer].
         """
         expected = None if self.v_lora is None else (*jnp.shape(x)[:-1], self.num_heads * self.v_head_dim)
-        received = (
-            None
-            if v_first is None
-            else jnp.shape(read_array("v_first", v_first, "floats", "[..., T, H * V]"))
-        )
+        beside = {}
+        if v_first is not None:
+            beside["v_first"] = read_array("v_first", v_first, "floats", "[..., T, H * V]")
+        received = beside["v_first"].shape if beside else None
         if received != expected:
             raise ValueError(
                 f"v_first: expected {expected} for this layer and x, received {received}; the first layer of a model, with value_residual=False, "
                 "returns it with return_values=True, and the others take it."
             )
         tokens = {"padding_mask": padding_mask, "segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
-        beside = {} if v_first is None else {"v_first": jnp.asarray(v_first)}
         results = self._called(x, state, batch, tokens, beside)
         (y, values), *left = results if state is not None else (results,)
         y = (y, values) if return_values else y
@@ -210,7 +208,8 @@ class RWKV7TimeMix(RecurrentLayer):
         )
         weights = like(self.r_k.astype(eta.dtype), r)
         again = jnp.sum(wide(r) * wide(k) * weights, -1, keepdims=True) * wide(v)
-        normed = head_norm(self.g_norm, merge_heads(out)) + merge_heads(again).astype(x.dtype)
+        normed = project("g_norm", self.g_norm, merge_heads(out), heads * self.v_head_dim)
+        normed += merge_heads(again).astype(x.dtype)
         return project("o_proj", self.o_proj, normed * gate, self.embed_dim), own
 
 

@@ -1,10 +1,9 @@
-"""What the layers of RWKV share: the shift by one token, projections of low rank, and a norm over the features of each head."""
+"""What the layers of RWKV share: the shift by one token, and projections of low rank."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -30,9 +29,8 @@ class TokenShift(Module):
         self.convolution = CausalConv1d(sequence_axis=parts.sequence_axis, platform=parts.platform)
 
     def __call__(self, x: Array, rows: Rows) -> Array:
-        before, now = jnp.ones((self.channels, 1), x.dtype), jnp.zeros((self.channels, 1), x.dtype)
-        kernel = {"weight": jnp.concatenate([before, now], 1), "bias": None}
-        return rows.run(self.convolution, {"x": x}, kernel) - x
+        before = jnp.broadcast_to(jnp.array([1, 0], x.dtype), (self.channels, self.width))
+        return rows.run(self.convolution, {"x": x}, {"weight": before, "bias": None}) - x
 
 
 class LowRank(Module):
@@ -64,11 +62,3 @@ class LowRank(Module):
 def mixed(x: Array, delta: Array, weight: Array) -> Array:
     """`x` with some of the token before, by one `weight` per feature, or per token and feature."""
     return x + delta * like(weight.astype(x.dtype), x)
-
-
-def head_norm(norm: eqx.nn.GroupNorm, x: Array) -> Array:
-    """`x [..., H * V]`, normalised over the features of each head."""
-    call: Any = norm
-    for _ in range(x.ndim - 1):
-        call = jax.vmap(call)
-    return call(x)

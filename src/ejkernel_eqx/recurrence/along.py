@@ -12,6 +12,7 @@ from jax import Array, lax
 from .._kernel import Plan
 from ..core.along import Along, first_tokens, passed_on
 from ..core.arguments import accumulator
+from ..sequences.cumsum import shifted
 from .core import RECUR
 from .heads import repeat_heads
 from .spec import CONSTANT, heads_of, NONE, RecurrenceArrays, RecurrenceSpec, SCALAR, VALUE
@@ -80,7 +81,7 @@ def _of_decays(
             sums = sums[..., None]  # one channel
         decay = jnp.exp(sums)
         # What a token reads before its own decay, it reads after the decays of those before it.
-        seen = jnp.exp(_before(sums, len(lead))) if spec.before else decay
+        seen = jnp.exp(shifted(sums, len(lead), 1, False)) if spec.before else decay
         factor = repeat_heads(seen, -2, out_heads)
         read, after = (read, factor) if spec.decay == VALUE else (read * factor, None)
         passed = repeat_heads(lax.index_in_dim(decay, length - 1, len(lead), keepdims=False), -2, state_heads)
@@ -89,12 +90,6 @@ def _of_decays(
     # Tokens of later segments do not see the entering state.
     read = read if reached is None else jnp.where(reached, read, 0)
     return read, passed_on(passed, arrays.starts), after
-
-
-def _before(sums: Array, axis: int) -> Array:
-    """Sums up to the tokens before, from sums up to each token."""
-    none = jnp.zeros_like(lax.slice_in_dim(sums, 0, 1, axis=axis))
-    return jnp.concatenate([none, lax.slice_in_dim(sums, 0, sums.shape[axis] - 1, axis=axis)], axis)
 
 
 def _outputs(read: Array, state: Array) -> Array:

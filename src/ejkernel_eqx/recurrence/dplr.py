@@ -12,7 +12,7 @@ from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.arguments import wide
 from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
-from .arguments import check_scale, Frame, frame_of, log_decays, Operands, step_frame_of
+from .arguments import check_scale, Frame, log_decays, Operands, step_frame_of
 from .operation import Recurrence
 from .spec import KEY
 
@@ -166,8 +166,7 @@ class RWKV7(Recurrence):
 
         **Returns:** as for [`ejkernel_eqx.DPLRDeltaRule`][], with its errors.
         """
-        rest = self.reverse, state_indices, self.sequence_axis
-        frame = frame_of(r, "r", "H D", cu_seqlens, segment_ids, *rest)
+        frame = self._frame(r, cu_seqlens, segment_ids, state_indices, "r")
         return self._run(frame, self._operands(frame, (r, k, kappa), v, w, eta), initial_state)
 
     @jax.named_scope("ejkernel_eqx.RWKV7.step")
@@ -197,5 +196,5 @@ class RWKV7(Recurrence):
         eta = frame.operand("eta", eta, (kappa.shape[-2], dim), "H D")
         # Masked after the sigmoid, which makes the zeros of padding one half.
         g = frame.mask(BOUND * jax.nn.sigmoid(w))
-        b = (wide(kappa) * wide(eta).astype(wide(kappa).dtype)).astype(kappa.dtype)
+        b = (wide(kappa) * eta.astype(wide(kappa).dtype)).astype(kappa.dtype)
         return Operands(r, k, v, 1.0, g, a=-kappa, b=b, decay=KEY)

@@ -14,7 +14,7 @@ from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.arguments import fitting, wide
 from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
-from .arguments import check_scale, Frame, log_decays, Operands, step_frame_of
+from .arguments import check_heads, check_scale, Frame, log_decays, Operands, step_frame_of
 from .heads import repeat_heads
 from .operation import Recurrence
 from .spec import KEY
@@ -143,9 +143,8 @@ class GatedLinearAttention(Recurrence):
     def _with_bonus(self, frame: Frame, operands: Operands, bonus: Any, state: Any) -> tuple[Array, Any]:
         if bonus is None:
             return self._run(frame, operands, state)
-        assert operands.g is not None
         q, k, v = (wide(x) for x in (operands.q, operands.k, operands.v))
-        heads = max(x.shape[-2] for x in (q, k, v, operands.g))
+        heads = max(check_heads(operands), q.shape[-2])
         bonus = fitting("bonus", bonus, (None, q.shape[-1]), "H D").astype(q.dtype)
         if bonus.shape[0] == 0 or heads % bonus.shape[0]:
             raise ValueError(

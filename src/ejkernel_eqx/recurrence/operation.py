@@ -78,10 +78,18 @@ class Recurrence(Kernel):
         self.sequence_axis = check_sequence_axis(sequence_axis)
         self.plan = plan_of(type(self), self, *request)
 
-    def _frame(self, q: Any, cu_seqlens: Any, segment_ids: Any, state_indices: Any) -> Frame:
-        """The frame of a sequence call with queries `[..., T, H, D]`."""
+    def _frame(
+        self,
+        main: Any,
+        cu_seqlens: Any,
+        segment_ids: Any,
+        state_indices: Any,
+        name: str = "q",
+        axes: str = "H D",
+    ) -> Frame:
+        """The frame of a sequence call by its queries `[..., T, H, D]`, or by what else has its tokens."""
         rest = self.reverse, state_indices, self.sequence_axis
-        return frame_of(q, "q", "H D", cu_seqlens, segment_ids, *rest)
+        return frame_of(main, name, axes, cu_seqlens, segment_ids, *rest)
 
     def _run(
         self, frame: Frame, operands: Operands, state: Any, epilogue: Callable[[Array], Array] | None = None

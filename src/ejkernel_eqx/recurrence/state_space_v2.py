@@ -16,7 +16,7 @@ from ..core.arguments import decaying_rates, finite_rate, fitting, wide
 from ..core.plans import again_for_gradients
 from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
-from .arguments import Frame, frame_of, Operands, step_frame_of
+from .arguments import Frame, Operands, step_frame_of
 from .core import KEPT
 from .gates import check_limit, rms_norm, silu_gated, time_step
 from .operation import Recurrence
@@ -112,9 +112,7 @@ class StateSpaceV2(Recurrence):
         **Returns:** `(y, final_state)`: `[..., T, H, P]` in the dtype of `x`, and the state after the last token, in the shape of `initial_state`.
         Raises the errors of [`ejkernel_eqx.GatedLinearAttention`][].
         """
-        frame = frame_of(
-            x, "x", "H P", cu_seqlens, segment_ids, self.reverse, state_indices, self.sequence_axis
-        )
+        frame = self._frame(x, cu_seqlens, segment_ids, state_indices, "x", "H P")
         return self._call(frame, _Inputs(x, dt, A, B, C, D, z, dt_bias, norm_weight), initial_state)
 
     @jax.named_scope("ejkernel_eqx.StateSpaceV2.step")

@@ -121,12 +121,12 @@ def _within(x: Array, axis: int, spans: Spans, longest: int, reverse: bool) -> A
     total = jnp.where(real, x, jnp.zeros_like(x))
     shift = 1
     while shift < min(longest, length):
-        total = total + jnp.where(before >= shift, _shifted(total, axis, shift, reverse), jnp.zeros_like(x))
+        total = total + jnp.where(before >= shift, shifted(total, axis, shift, reverse), jnp.zeros_like(x))
         shift *= 2
     return total
 
 
-def _shifted(x: Array, axis: int, shift: int, reverse: bool) -> Array:
+def shifted(x: Array, axis: int, shift: int, reverse: bool) -> Array:
     """Token `t - shift` (`t + shift`) at position `t`, 0 if there is none."""
     kept = x.shape[axis] - shift
     zeros = jnp.zeros_like(jax.lax.slice_in_dim(x, 0, shift, axis=axis))

@@ -23,7 +23,7 @@ import os
 import reprlib
 import struct
 import tokenize
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO, NamedTuple
 
 import equinox as eqx
@@ -110,36 +110,40 @@ def save(
     """
     hyperparameters = {} if hyperparameters is None else dict(hyperparameters)
     _check_hyperparameters(hyperparameters)
-    leaves = list(_leaves_of(model, check=True, sharded=sharded))
+    described, treedef = _described(model)
+    saved = [(leaf, x) for leaf, x in described if leaf is not None]
+    for leaf, x in saved:
+        _check_savable(leaf, x, sharded and leaf.is_part)
     header = {
         "format": _FORMAT,
         "schema": _SCHEMA,
         "hyperparameters": hyperparameters,
         "modules": hyperparameters_of(model),
-        "leaves": [{k: v for k, v in leaf._asdict().items() if v is not None} for leaf in leaves],
+        "leaves": [{k: v for k, v in leaf._asdict().items() if v is not None} for leaf, _ in saved],
     }
     if configs:
         header["configs"] = choices_of_model(model)
     if not sharded:
-        _write_file(path, header, model, _write_leaf)
+        _write_file(path, header, model)
         return
     folder = os.fspath(path)
     number = parts.next_number(folder, lambda: info(folder))
-    values = [x for path, x in jtu.tree_flatten_with_path(model)[0] if _describe(path, x) is not None]
-    parts.write(folder, number, {str(n): x for n, x in enumerate(values) if leaves[n].is_part})
+    parts.write(folder, number, {str(n): x for n, (leaf, x) in enumerate(saved) if leaf.is_part})
     if jax.process_index() == 0:
-        write = lambda file, x: None if _is_part(x) else _write_leaf(file, x)
-        _write_file(os.path.join(folder, parts.INDEX), header | {"parts": number}, model, write)
+        others = treedef.unflatten(
+            [None if leaf is not None and leaf.is_part else x for leaf, x in described]
+        )
+        _write_file(os.path.join(folder, parts.INDEX), header | {"parts": number}, others)
     parts.finish(folder, number)
 
 
-def _write_file(path: Any, header: dict[str, Any], model: Any, write_leaf: Any) -> None:
+def _write_file(path: Any, header: dict[str, Any], model: Any) -> None:
     line = json.dumps(header, allow_nan=False).encode() + b"\n"
     assert line.startswith(_PREFIX)
     with replacing(path) as file:
         writer = _HashingWriter(file)
         writer.write(line)
-        eqx.tree_serialise_leaves(writer, model, filter_spec=write_leaf)
+        eqx.tree_serialise_leaves(writer, model, filter_spec=_write_leaf)
         file.write(_FOOTER.pack(_MAGIC, writer.count, writer.hash.digest()))
 
 
@@ -187,11 +191,10 @@ def load(
         end = _verify(file, path)
         if callable(like) and not isinstance(like, eqx.Module):
             like = _build(path, like, header["hyperparameters"])
-        _compare(path, saved, list(_leaves_of(like, check=False)), dtype)
+        described, treedef = _described(like)
+        _compare(path, saved, [here for here, _ in described if here is not None], dtype)
         _compare_modules(path, header.get("modules", {}), like, strict)
         file.seek(start)
-        paths_and_leaves, treedef = jtu.tree_flatten_with_path(like)
-        described = [(_describe(key_path, x), x) for key_path, x in paths_and_leaves]
         table = iter(zip(saved, _read_parts(path, header, saved, [x for here, x in described if here])))
         loaded = []
         for here, x in described:
@@ -264,19 +267,10 @@ def _describe(path, x) -> _Leaf | None:
     return None
 
 
-def _is_part(x: Any) -> bool:
-    leaf = _describe((), x)
-    return leaf is not None and leaf.is_part
-
-
-def _leaves_of(tree, check: bool, sharded: bool = False) -> Iterator[_Leaf]:
-    """The leaves that are saved; with `check`, raises `ValueError` for one that cannot be."""
-    for path, x in jtu.tree_flatten_with_path(tree)[0]:
-        leaf = _describe(path, x)
-        if leaf is not None:
-            if check:
-                _check_savable(leaf, x, sharded and leaf.is_part)
-            yield leaf
+def _described(tree: Any) -> tuple[list[tuple[_Leaf | None, Any]], Any]:
+    """All leaves, each with its entry in the table, and the structure of the tree."""
+    found, treedef = jtu.tree_flatten_with_path(tree)
+    return [(_describe(path, x), x) for path, x in found], treedef
 
 
 def _check_savable(leaf: _Leaf, x, sharded: bool) -> None:
@@ -561,8 +555,9 @@ def _read_parts(path: str, header: dict[str, Any], saved: list[_Leaf], like: lis
     """For each leaf the array, if it is one of the parts of a folder; else `None`."""
     if not os.path.isdir(path):
         return [None] * len(saved)
+    own = jnp.zeros(()).sharding  # of arrays that nobody has placed
     wanted = {
-        str(n): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_sharding_of(x) or _own_device())
+        str(n): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_sharding_of(x) or own)
         for n, (leaf, x) in enumerate(zip(saved, like))
         if leaf.is_part
     }
@@ -604,11 +599,6 @@ def _as_wanted(value: Any, leaf: _Leaf, here: _Leaf, x: Any, dtype: np.dtype | N
 
 def _sharding_of(x: Any) -> Any:
     return x.sharding if isinstance(x, jax.ShapeDtypeStruct) or getattr(x, "committed", False) else None
-
-
-def _own_device() -> jax.sharding.Sharding:
-    """Where arrays are that nobody has placed."""
-    return jnp.zeros(()).sharding
 
 
 def _place(value, x) -> jax.Array:

@@ -5,7 +5,6 @@ written beside the old one, and then the index is replaced: what is interrupted 
 """
 
 import os
-import re
 import shutil
 from collections.abc import Mapping
 from typing import Any
@@ -25,11 +24,16 @@ def is_stored(kind: str, dtype: str | None, shape: tuple[int, ...] | None) -> bo
     return kind == "array" and dtype not in _NOT_STORED and shape is not None and 0 not in shape
 
 
+def _has_parts(name: str) -> bool:
+    """Whether a folder is one of parts, also one that Orbax has begun, `1.orbax-checkpoint-tmp`."""
+    return name.split(".")[0].isdigit()
+
+
 def next_number(folder: str, check: Any) -> int:
     """The number of a new folder of parts, in a folder that is made if there is none. `check` raises an error for a folder that is no checkpoint."""
     os.makedirs(folder, exist_ok=True)
     if not os.path.exists(os.path.join(folder, INDEX)):
-        if others := [name for name in os.listdir(folder) if not name.split(".")[0].isdigit()]:
+        if others := [name for name in os.listdir(folder) if not _has_parts(name)]:
             raise ValueError(
                 f"path: expected a checkpoint, an empty folder or none, received {folder!r} with {others[0]!r}; name another folder."
             )
@@ -59,7 +63,7 @@ def finish(folder: str, number: int) -> None:
     multihost_utils.sync_global_devices(f"ejkernel_eqx.save {number}")
     if jax.process_index() == 0:
         for name in os.listdir(folder):
-            if re.match(r"\d+", name) and name != str(number):
+            if _has_parts(name) and name != str(number):
                 shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
 
 

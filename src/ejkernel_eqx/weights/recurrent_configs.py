@@ -8,7 +8,7 @@ from .._entries import Entries
 from .attention_configs import default_type
 from .configs import check_type, Config, head_width, layer_type, read_model, refuse, take, taken
 
-_LINEAR = "linear_attention"
+LINEAR = "linear_attention"
 
 
 def mamba1_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
@@ -31,15 +31,13 @@ def mamba1_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
 
 
 def mamba2_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
-    """Reads the arguments of `Mamba2Mixer` (`mamba2`, `bamba`, `falcon_h1`, `granitemoehybrid`, `nemotron_h`,
-    `zamba2`), as
+    """Reads the arguments of `Mamba2Mixer` (`mamba2`, `bamba`, `falcon_h1`, `granitemoehybrid`, `nemotron_h`, `zamba2`), as
     [`attention_options`][ejkernel_eqx.weights.attention_options] does for attention."""
     config = _read(config, layer_index, "Mamba2Mixer")
     if config["model_type"] == "falcon_h1":
         return _granite_mamba2(config) | _falcon_mamba2(config)
-    if (
-        config["model_type"] == "zamba2"
-    ):  # whose published code does not read the configuration's epsilon for this norm
+    if config["model_type"] == "zamba2":
+        # Its published code does not read the configuration's epsilon for this norm.
         return _granite_mamba2(config) | {"norm_eps": 1e-5}
     if config["model_type"] in ("bamba", "granitemoehybrid"):
         return _granite_mamba2(config)
@@ -152,11 +150,7 @@ def kimi_delta_attention_options(config: Config, layer_index: int = 0) -> dict[s
 def gated_linear_attention_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
     """Reads the arguments of `GatedLinearAttention` (flash-linear-attention's `gla`), as
     [`attention_options`][ejkernel_eqx.weights.attention_options] does for attention."""
-
-    def default(config: Entries, index: int) -> str:
-        return "attention" if index in (config.inner("attn").get("layers") or ()) else _LINEAR
-
-    config = _read(config, layer_index, "GatedLinearAttention", default)
+    config = _read(config, layer_index, "GatedLinearAttention", type_by_attn)
     config.check_divides("num_kv_heads", "num_heads")
     refuse(config, feature_map=(), elementwise_affine=True, use_gk=True, use_gv=False)
     return {
@@ -165,6 +159,11 @@ def gated_linear_attention_options(config: Config, layer_index: int = 0) -> dict
         "gate_min": config.get("clamp_min"),
         **_flags(config, "use_short_conv output_gate=use_output_gate"),
     }
+
+
+def type_by_attn(config: Entries, index: int) -> str:
+    """The type of a layer in flash-linear-attention's configurations."""
+    return "attention" if index in (config.inner("attn").get("layers") or ()) else LINEAR
 
 
 def _expanded(config: Entries, width: int, name: str = "expand") -> int:
@@ -191,7 +190,7 @@ def _read(
     entries = read_model(config, layer)
     kind = layer_type(entries, layer_index, lambda index: default(entries, index))
     if entries["model_type"] != "falcon_h1":  # whose layers have attention and Mamba-2 each
-        types = (_LINEAR, "hybrid") if entries["model_type"] == "zamba2" else (_LINEAR,)
+        types = (LINEAR, "hybrid") if entries["model_type"] == "zamba2" else (LINEAR,)
         check_type(entries, layer_index, kind, types, layer)
     if entries["model_type"] != "zamba2":  # where it is that of the MLPs
         refuse(entries, hidden_act=("silu", "swish"))

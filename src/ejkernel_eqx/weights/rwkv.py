@@ -16,12 +16,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from .._entries import Entries
-from .configs import check_type, Config, layer_type, read_model, take, taken
+from .configs import check_type, Config, layer_type, read_model, refuse, take, taken
 from .fill import fill, fill_fields, replaced
+from .recurrent_configs import LINEAR, type_by_attn
 from .view import Weights
 
 _AUTHORS = {"r_proj": "receptance", "k_proj": "key", "v_proj": "value", "o_proj": "output", "g_norm": "ln_x"}
-_LINEAR = "linear_attention"
 
 
 def low_rank(layer: Any, weights: Weights) -> Any:
@@ -111,7 +111,7 @@ def rwkv7_time_mix_options(config: Config, layer_index: int = 0) -> dict[str, An
     heads = max(width // head_dim, 1)
     if values is not None and values % heads:
         raise config.wrong("value_dim", f"multiples of the {heads} heads")
-    ranks = {f"{name}_low_rank_dim" for name in ("decay", "a", "v", "gate")}
+    ranks = [f"{name}_low_rank_dim" for name in ("decay", "a", "v", "gate")]
     return {
         "embed_dim": width,
         "head_dim": head_dim,
@@ -125,6 +125,7 @@ def rwkv7_time_mix_options(config: Config, layer_index: int = 0) -> dict[str, An
 def rwkv7_channel_mix_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
     """The arguments of `RWKV7ChannelMix` (flash-linear-attention's `rwkv7`)."""
     config = read_model(config, "RWKV7ChannelMix")
+    refuse(config, hidden_act="sqrelu")
     width = take(config, "hidden_size")
     inner = config.get("intermediate_size") or 32 * -(-int(width * take(config, "hidden_ratio")) // 32)
     return {"embed_dim": width, "inner_dim": inner}
@@ -140,7 +141,6 @@ def rwkv6_time_mix_options(config: Config, layer_index: int = 0) -> dict[str, An
 def _read(config: Config, layer_index: int, layer: str) -> Entries:
     """The configuration of a model whose layer at this place is not one of attention."""
     entries = read_model(config, layer)
-    attention = entries.inner("attn").get("layers") or ()
-    kind = layer_type(entries, layer_index, lambda index: "attention" if index in attention else _LINEAR)
-    check_type(entries, layer_index, kind, (_LINEAR,), layer)
+    kind = layer_type(entries, layer_index, lambda index: type_by_attn(entries, index))
+    check_type(entries, layer_index, kind, (LINEAR,), layer)
     return entries
