@@ -281,10 +281,9 @@ def train(args: argparse.Namespace, state: TrainState, data: np.ndarray, held_ou
     return step == args.steps
 
 
-def write_sample(args: argparse.Namespace) -> None:
-    """Generates text from the checkpoint on disk."""
-    state = load_checkpoint(newest_checkpoint(args.out_dir), args)
-    model, tokenizer = cast(merge_lora(state.model), args.dtype), tokenizer_of(args.out_dir)
+def write_sample(args: argparse.Namespace, model: ejx.models.Decoder, step: int) -> None:
+    """Generates text from the model of a checkpoint."""
+    model, tokenizer = cast(model, args.dtype), tokenizer_of(args.out_dir)
     prompt = tokenizer.encode(args.prompt or "\n")
     sampling = ejx.models.Sampling(args.temperature, min(args.top_k, model.config.vocab_size), seed=args.seed)
     start = time.perf_counter()
@@ -292,16 +291,15 @@ def write_sample(args: argparse.Namespace) -> None:
     tokens = found.texts()[0]
     text = tokenizer.decode([*prompt, *tokens])
     (args.out_dir / "sample.txt").write_text(text, encoding="utf-8")
-    what = f"{len(tokens)} tokens from the checkpoint of step {state.step}"
+    what = f"{len(tokens)} tokens from the checkpoint of step {step}"
     print(f"--- {what} ({time.perf_counter() - start:.1f} s) ---\n{text}\n---")
 
 
-def write_tuned(args: argparse.Namespace) -> None:
+def write_tuned(args: argparse.Namespace, model: ejx.models.Decoder) -> None:
     """Writes a tuned model in its published form, with the tokenizer of the folder that it comes from."""
-    model = load_checkpoint(newest_checkpoint(args.out_dir), args).model
     folder = args.out_dir / "tuned"
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
-    ejx.models.save_pretrained(ejx.dequantise(merge_lora(model)), folder, like=args.model)
+    ejx.models.save_pretrained(ejx.dequantise(model), folder, like=args.model)
     print(f"The tuned model is in {folder}; ejkernel-eqx serve {folder} serves it.")
 
 
@@ -329,9 +327,11 @@ def run(args: argparse.Namespace) -> int:
         )
         return 130
     args = argparse.Namespace(**{**vars(args), "mesh": None})  # on one device
-    write_sample(args)
+    state = load_checkpoint(newest_checkpoint(args.out_dir), args)
+    model = merge_lora(state.model)
+    write_sample(args, model, state.step)
     if args.model is not None:
-        write_tuned(args)
+        write_tuned(args, model)
     return 0
 
 

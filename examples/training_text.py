@@ -29,7 +29,7 @@ def keep_tokenizer(model: pathlib.Path | None, out_dir: pathlib.Path) -> Tokeniz
     elif (model / "tokenizer.json").is_file():
         shutil.copyfile(model / "tokenizer.json", kept)
     else:
-        raise UsageError(f"--model: {str(model)!r} has no tokenizer.json; download all files of the model.")
+        raise UsageError(f"{str(model)!r} has no tokenizer.json; download all files of the model.")
     return tokenizer_of(out_dir)
 
 

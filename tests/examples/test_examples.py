@@ -76,7 +76,7 @@ def test_train_resume_and_generate(examples, tmp_path, text, capsys):
 def test_a_resumed_run_continues_exactly(examples, train_lm, tmp_path, text, monkeypatch, mesh):
     """Seven steps at once, and three, an interrupt, and four more: every bit of the state, and every number of the log but the speed."""
     options = ["--data", text, *SMALL, "--num-layers", 1, "--steps", 7, "--validate-every", 4, *mesh]
-    monkeypatch.setattr(train_lm, "write_sample", lambda args: None)
+    monkeypatch.setattr(train_lm, "write_sample", lambda *_: None)
     batch_at, states, rows = train_lm.batch_at, [], []
 
     def interrupting(data, step, args):

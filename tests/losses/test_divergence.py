@@ -11,6 +11,7 @@ import pytest
 import ejkernel_eqx as ejx
 from ejkernel_eqx.losses.xla import XlaConfig
 from tests.attention.dense import quick
+from tests.nn.checks import refuses
 from tests.tolerances import assert_close
 
 N, E, V, F = 13, 8, 11, 6
@@ -199,7 +200,4 @@ WRONG: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("message", WRONG)
-def test_wrong_arguments(message, unchecked):
-    with pytest.raises(ValueError, match=message):
-        WRONG[message]()
+test_wrong_arguments = refuses(WRONG)

@@ -11,6 +11,7 @@ import pytest
 
 import ejkernel_eqx as ejx
 from tests.attention.dense import quick
+from tests.nn.checks import refuses
 from tests.tolerances import assert_close
 
 RNG = np.random.default_rng(0)
@@ -165,7 +166,4 @@ WRONG: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("message", WRONG)
-def test_wrong_arguments(message, unchecked):
-    with pytest.raises(ValueError, match=message):
-        WRONG[message]()
+test_wrong_arguments = refuses(WRONG)

@@ -11,6 +11,7 @@ import pytest
 import ejkernel_eqx as ejx
 from tests.attention.dense import quick
 from tests.losses.cases import Case, exact, make, results, XlaConfig
+from tests.nn.checks import refuses
 from tests.tolerances import assert_close
 
 CASE = Case((3, 7), ignored=5, bias=True, weighted=True)
@@ -176,7 +177,4 @@ WRONG: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("message", WRONG)
-def test_wrong_arguments(message, unchecked):
-    with pytest.raises(ValueError, match=message):
-        WRONG[message]()
+test_wrong_arguments = refuses(WRONG)

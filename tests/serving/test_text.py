@@ -44,6 +44,21 @@ def either(request, tokenizer):
     return tokenizer if request.param == "file" else ByteTokenizer()
 
 
+def test_special_tokens_are_added_unless_they_are_left_out(tokenizer, tmp_path):
+    import tokenizers
+
+    path = byte_tokenizer(tmp_path / "tokenizer.json")
+    file = tokenizers.Tokenizer.from_file(str(path))
+    file.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 256)]
+    )
+    file.save(str(path))
+    plain = tokenizer.encode("ab")
+    assert (
+        Tokenizer(path).encode("ab") == [256, *plain] and Tokenizer(path).encode("ab", special=False) == plain
+    )
+
+
 def pieces_of(tokenizer, text, **options):
     stream = tokenizer.stream(**options)
     tokens = tokenizer.encode(text)
