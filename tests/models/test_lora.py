@@ -29,7 +29,7 @@ def test_alpha_scales_the_updates():
     assert jnp.all(projection.b == 0.5) and np.array_equal(model.embedding, base.embedding)
 
 
-def test_updates_train_on_quantised_weights():
+def test_updates_train_on_quantised_weights(enable_x64):
     """Their gradients are those on the model of the numbers; codes and scales stay; the merged model computes the same."""
     layer = LayerConfig("attention", {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}, MLPConfig(64))
     model = Decoder(DecoderConfig(40, 32, (layer, layer)), key=jax.random.key(0))

@@ -79,7 +79,7 @@ def _nearest(weight: Array, form: QuantFormat) -> QuantizedWeight:
         # Scales use their range. A factor of the whole matrix brings them there.
         factor = top.max((-2, -1)) / (LARGEST["float8_e4m3fn"] * LARGEST[form.element])
         factor = jnp.where(factor > 0, factor, 1).astype(jnp.float32)
-        top = lax.optimization_barrier(top / factor[..., None, None])
+        top = lax.optimization_barrier(top / factor[..., None, None].astype(wide.dtype))
     if form.scale == "float8_e8m0fnu":
         # The exponent of the largest number less that of the largest element, as in the OCP's description: the largest may be cut off.
         # XLA's log2 is not exact at powers of two.
@@ -96,7 +96,7 @@ def _nearest(weight: Array, form: QuantFormat) -> QuantizedWeight:
         divisor = jnp.where(divisor > 0, divisor, 1)
     if factor is not None:
         divisor = divisor * factor[..., None, None]
-    ratio = blocks / divisor[..., :, None, :, None]
+    ratio = blocks / divisor[..., :, None, :, None].astype(wide.dtype)
     codes = _codes(ratio, form.element).reshape(*lead, counts[0] * sizes[0], counts[1] * sizes[1])
     codes = codes[..., :rows, :columns]
     if form.bits == 4:

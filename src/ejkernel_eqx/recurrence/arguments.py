@@ -107,7 +107,7 @@ def check_heads(operands: Operands) -> int:
     if operands.beta is not None:
         counts["beta"] = operands.beta.shape[-1]
     counts |= {name: x.shape[-2] for name in "ab" if (x := getattr(operands, name)) is not None}
-    state = max(n for name, n in counts.items() if name != "q")
+    state = max([n for name, n in counts.items() if name != "q"])
     largest = max(state, counts["q"])
     for name, n in reversed(counts.items()):
         whole = largest if name == "q" else state

@@ -84,7 +84,8 @@ def _separate_gradients(call: Call, states: Array, dstates: Array, dout: Array) 
 
 def _shared(call: Call) -> int:
     """The number of state heads that share a query and a key head."""
-    return math.gcd(*(call.launch.numbers["HS"] // call.launch.numbers[name] for name in ("HQ", "HK")))
+    numbers = call.launch.numbers
+    return math.gcd(numbers["HS"] // numbers["HQ"], numbers["HS"] // numbers["HK"])
 
 
 def _heads_each(call: Call) -> int:
