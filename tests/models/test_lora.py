@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx.models import add_lora, Decoder, DecoderConfig, LayerConfig, merge_lora, MLPConfig, trained
@@ -64,3 +65,43 @@ def test_updates_train_on_quantised_weights(enable_x64):
     out = eqx.filter_jit(lambda m: m(tokens))
     assert_close(out(merge_lora(tuned)), out(tuned))
     assert not np.allclose(out(tuned), out(base))
+
+
+@pytest.mark.parametrize("kind", ["Explicit", "Auto"])
+def test_updates_train_on_a_mesh(kind, enable_x64):
+    """Their gradients are those of one device, whether the model was placed before it got them or after."""
+    layer = LayerConfig("attention", {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}, MLPConfig(64))
+    base = Decoder(DecoderConfig(40, 32, (layer, layer)), key=jax.random.key(0))
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(getattr(jax.sharding.AxisType, kind),) * 2)
+    batch = np.random.default_rng(0).integers(0, 40, (4, 7))
+
+    @eqx.filter_jit
+    def grads_of(model, inputs, targets):
+        train, rest = eqx.partition(model, trained(model))
+
+        def loss(train):
+            return ejx.models.split_cross_entropy(eqx.combine(train, rest)(inputs), targets)
+
+        return eqx.filter_grad(loss)(train)
+
+    updated = add_lora(base, 2, key=jax.random.key(1))
+    is_lora = lambda node: isinstance(node, ejx.models.LoRA)
+    shift = lambda node: eqx.tree_at(lambda m: m.b, node, node.b + 0.1) if is_lora(node) else node
+    shifted = lambda model: jax.tree.map(shift, model, is_leaf=is_lora)
+    updated = shifted(updated)
+    expected = jax.tree.leaves(grads_of(updated, batch[:, :-1], batch[:, 1:]))
+    after = ejx.models.place(updated, updated, mesh)
+    before = add_lora(ejx.models.place(base, base, mesh), 2, key=jax.random.key(1))
+    up = after.stacks[0][0].mlp.up_proj
+    assert [w.sharding.spec[1:] for w in (up.base.weight, up.a, up.b)] == [
+        ("tensor", "data"),
+        (None, "data"),
+        ("tensor", None),
+    ]
+    inputs, targets = ejx.models.place_tokens(batch, mesh)
+    for model in (after, shifted(before)):
+        found = jax.tree.leaves(grads_of(model, inputs, targets))
+        assert len(found) == len(expected) > 0
+        for a, b in zip(found, expected, strict=True):
+            # Angles of rotations are in float32.
+            assert_close(jax.device_get(a), b, "float32", kind="gradient")

@@ -9,6 +9,7 @@ from jax import Array
 
 from .._signatures import Module
 from ..nn.arguments import check_sizes
+from ..nn.projection import product, project
 from ..quantised.dequantise import dequantise, is_quantised
 from ..weights.fill import replaced
 from .decoder import Decoder
@@ -58,6 +59,10 @@ class LoRA(Module):
             lambda w: w.astype(x.dtype), (self.base, self.a, self.b), is_leaf=is_quantised
         )
         return base(x) + self.scale * (b @ (a @ x))
+
+    def over_rows(self, name: str, x: Array, features: int) -> Array:
+        """The outputs `[..., features]` of rows `x` `[..., in]`, on any mesh, as layers call their projections."""
+        return project(name, self.base, x, features) + self.scale * product(product(x, self.a), self.b)
 
     def merged(self) -> eqx.nn.Linear:
         """Returns a plain linear layer with the weight $W + (\\alpha / R) B A$. A quantised weight becomes floats."""

@@ -84,6 +84,9 @@ def partition_spec(path: str, leaf: Any, model: Decoder, mesh: Mesh) -> P:
 def _axes(path: str, model: Decoder, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The axes that split the rows and the columns of a matrix."""
     whole, fully, tensor = (), (DATA, SEQUENCE), (TENSOR,)
+    if update := re.fullmatch(r"(.*_proj)\.(a|b|base\.weight)", path):  # of a LoRA
+        rows, columns = _axes(f"{update[1]}.weight", model, sizes)
+        return whole if update[2] == "a" else rows, whole if update[2] == "b" else columns
     if path.endswith(_ROWS):
         return tensor, fully
     if path.endswith("down_proj.weight"):
