@@ -20,7 +20,7 @@ from ..nn.arguments import check_key, check_sizes, is_known
 from ..nn.projection import mesh_of
 from . import speculative, steps
 from .decoder import Decoder
-from .prompts import capacity_of, check_positions, read_prompts, read_stop, rounded, widened
+from .prompts import capacity_of, check_positions, device_of, read_prompts, read_stop, rounded, widened
 from .sampling import Sampling, SamplingArrays
 from .speculative import check_speculation, Speculation
 from .steps import Prompts, Rules, State
@@ -84,22 +84,24 @@ def read_call(
     rows = SamplingArrays.of([(sampling, 0)] * tokens.shape[0], tokens.shape[0])
     rows = rows._replace(seed=_seeds(sampling.seed, key, tokens.shape[0]))
     stop = model.config.stop_tokens if stop_tokens is None else stop_tokens
-    most = jnp.asarray(max_new_tokens, jnp.int32)
     stop = read_stop(stop, model.config.vocab_size)
-    rules = Rules(jax.tree.map(jnp.asarray, rows), stop, most, sampling.temperature > 0)
+    # One transfer of all of them.
+    arrays = jax.device_put((rows, stop, np.int32(max_new_tokens)))
+    rules = Rules(*arrays, sampling.temperature > 0)
     check_speculation(speculate, model.config.vocab_size)
     if tokens.shape[0] == 0:
         speculate = None  # pools have rows
     drafts = 0 if speculate is None else speculate.num_draft_tokens
     capacity = capacity_of(tokens.shape[1] + rounded(max_new_tokens) + drafts, place_of_calls()[0])
-    return Call(Job(model, rules, speculate), Prompts(tokens, mask), lead, capacity, max_new_tokens)
+    read = jax.device_put(Prompts(tokens, mask), device_of(prompts))
+    return Call(Job(model, rules, speculate), read, lead, capacity, max_new_tokens)
 
 
-def _seeds(seed: int, key: Array | None, count: int) -> Array:
+def _seeds(seed: int, key: Array | None, count: int) -> Any:
     if key is not None:
         check_key(key)
         return jax.random.bits(key, (count,), jnp.uint32)
-    return jnp.uint32(seed) + jnp.arange(count, dtype=jnp.uint32)
+    return np.uint32(seed) + np.arange(count, dtype=np.uint32)
 
 
 # The programs. The host reads a report of each call, int32 `[T + 2, N]`. Its first T rows are new tokens. The next row is the number of new tokens so

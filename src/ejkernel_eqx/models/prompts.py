@@ -4,10 +4,9 @@ import reprlib
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Sharding
 
 from ..dispatch import Backend
 from ..nn.arguments import check_tokens, is_known, read_array
@@ -39,20 +38,29 @@ def capacity_of(count: int, backend: Backend) -> int:
     return in_few_sizes(count, 256, 4096)
 
 
-def widened(*rows: Array) -> tuple[Array, ...]:
-    """Tokens `[N, T]` and their mask, padded on the left to a power of two or a multiple of 64. Traced arrays and those on several devices stay as
-    they are."""
-    if not all(is_known(x) and len(x.sharding.device_set) == 1 for x in rows):
+def widened(*rows: Any) -> tuple[Any, ...]:
+    """Tokens `[N, T]` and their mask, padded on the left to a power of two or a multiple of 64, if the host has them."""
+    if not all(isinstance(x, np.ndarray) for x in rows):
         return rows
     length = rows[0].shape[1]
     before = min(1 << (length - 1).bit_length(), rounded(length)) - length
-    # Only where the caller chose a device: arrays of lists go to the devices of the model.
-    places = [x.sharding if x.committed else None for x in rows]
-    wide = [np.pad(np.asarray(x), ((0, 0), (before, 0))) for x in rows]
-    return tuple(map(jax.device_put, wide, places))
+    return tuple(np.pad(x, ((0, 0), (before, 0))) for x in rows)
 
 
-def read_stop(stop: Any, vocabulary: int) -> Array:
+def device_of(prompts: Any) -> Sharding | None:
+    """Where the caller has put an array of prompts, if on one device. Other prompts go to the devices of the model."""
+    is_placed = isinstance(prompts, Array) and is_known(prompts) and prompts.committed
+    return prompts.sharding if is_placed and len(prompts.sharding.device_set) == 1 else None
+
+
+def _on_host(x: Any) -> Any:
+    """The array in NumPy, where the host can read it from one device: each operation on it there would be a launch."""
+    if isinstance(x, Array) and not (is_known(x) and len(x.sharding.device_set) == 1):
+        return x
+    return np.asarray(x)
+
+
+def read_stop(stop: Any, vocabulary: int) -> np.ndarray:
     """The stop tokens, int32 `[...]`, padded with -1, which is no token."""
     if not isinstance(stop, Sequence | np.ndarray | Array):
         raise ValueError(
@@ -66,19 +74,20 @@ def read_stop(stop: Any, vocabulary: int) -> Array:
             )
     # -1 is no token, so it ends no row.
     padding = -len(stop) % _STOPS if stop else _STOPS
-    return jnp.asarray([*stop, *[-1] * padding], jnp.int32)
+    return np.asarray([*stop, *[-1] * padding], np.int32)
 
 
-def read_prompts(prompts: Any, padding_mask: Any, vocabulary: int) -> tuple[Array, Array]:
-    """The tokens of all prompts and their mask, `[..., T]`."""
+def read_prompts(prompts: Any, padding_mask: Any, vocabulary: int) -> tuple[Any, Any]:
+    """The tokens of all prompts and their mask, `[..., T]`; in NumPy, unless they are traced or on several devices."""
     if isinstance(prompts, Array | np.ndarray):
-        tokens = read_array("prompts", prompts, "integers", "[..., T]")
+        is_read = isinstance(prompts, np.ndarray) and np.issubdtype(prompts.dtype, np.integer)
+        tokens = prompts if is_read else _on_host(read_array("prompts", prompts, "integers", "[..., T]"))
         if tokens.ndim < 1 or tokens.shape[-1] == 0:
             raise ValueError(
                 f"prompts: expected at least one token [..., T], received shape {tokens.shape}; give it some text."
             )
         check_tokens("padding_mask", padding_mask, "booleans", "prompts", tokens[..., None])
-        mask = jnp.ones(tokens.shape, bool) if padding_mask is None else jnp.asarray(padding_mask)
+        mask = np.ones(tokens.shape, bool) if padding_mask is None else _on_host(padding_mask)
     else:
         if padding_mask is not None:
             raise ValueError(
@@ -87,10 +96,10 @@ def read_prompts(prompts: Any, padding_mask: Any, vocabulary: int) -> tuple[Arra
         tokens, mask = _padded(prompts)
     if is_known(tokens) and is_known(mask):
         _check_values(np.asarray(tokens), np.asarray(mask), vocabulary)
-    return tokens.astype(jnp.int32), mask
+    return tokens.astype(np.int32), mask
 
 
-def check_positions(room: int | None, mask: Array, new: int) -> None:
+def check_positions(room: int | None, mask: Any, new: int) -> None:
     """Raises if it is known that a prompt and so many new tokens do not fit in the positions of a model that learned them."""
     if room is None or not is_known(mask):
         return
@@ -102,14 +111,14 @@ def check_positions(room: int | None, mask: Array, new: int) -> None:
         )
 
 
-def _padded(prompts: Any) -> tuple[Array, Array]:
+def _padded(prompts: Any) -> tuple[np.ndarray, np.ndarray]:
     rows = rows_of(prompts)
     width = rounded(max(map(len, rows))) or 1
     tokens = np.zeros((len(rows), width), np.int64)
     mask = np.zeros((len(rows), width), bool)
     for i, row in enumerate(rows):
         tokens[i, width - len(row) :], mask[i, width - len(row) :] = row, True
-    return jnp.asarray(tokens, jnp.int32), jnp.asarray(mask)
+    return tokens, mask
 
 
 def rows_of(prompts: Any, name: str = "prompts") -> list[list[int]]:

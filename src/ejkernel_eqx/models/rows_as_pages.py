@@ -22,6 +22,7 @@ from ..nn import KVCache, LatentCache, MultiHeadAttention, MultiHeadLatentAttent
 from ..nn.kv_cache import full_message, refused_rows
 from ..nn.recurrent import RecurrentLayer, RecurrentState
 from ..paged import PagedKVCache, PagedLatentCache, RaggedBatch
+from ..sequences.cumsum import running_count
 from .caches import CacheState, DecoderCache, ServingCache
 from .cross_layer_attention import CrossLayerAttention
 
@@ -65,9 +66,7 @@ class PagedRows(NamedTuple):
         if not of_rows:
             # Only the real tokens, one sequence after the other.
             there = jnp.asarray(real) & ~refused[..., None]
-            place = jnp.where(
-                there.reshape(-1), jnp.cumsum(there.reshape(-1), dtype=jnp.int32) - 1, size * tokens
-            )
+            place = jnp.where(there.reshape(-1), running_count(there.reshape(-1), 0) - 1, size * tokens)
             starts = jnp.concatenate([starts[:1], jnp.cumsum(count.reshape(-1), dtype=jnp.int32)])
         batch = RaggedBatch(
             starts,

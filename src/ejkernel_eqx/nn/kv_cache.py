@@ -14,6 +14,7 @@ from .._shapes import AnyArray, Bool, Float, Int
 from .._signatures import Module
 from .._values import check_known, refused_if, stops_programs
 from ..parallel import Leading, over_mesh
+from ..sequences.cumsum import running_count
 from .arguments import broadcasts, is_known, named_dtype, read_array, read_batch_shape, read_sizes
 
 
@@ -153,7 +154,7 @@ class KVCache(Module):
         slots = start + token
         if mask is not None:
             # A dynamic slice is clamped if padding extends past the end; a scatter drops exactly the padding.
-            place = start + jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1
+            place = start + running_count(mask, mask.ndim - 1) - 1
             slots = jnp.where(mask, place, self.max_length + token)
         rows = math.prod(self.batch_shape)
         flat = store.reshape(rows, *store.shape[-3:])

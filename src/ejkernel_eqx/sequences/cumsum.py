@@ -69,6 +69,12 @@ def chunk_global_cumsum(
     return _within(x, axis, _spans(x, axis, cu_seqlens, segment_ids), x.shape[axis], reverse)
 
 
+def running_count(marks: Array, axis: int) -> Array:
+    """How many of the booleans up to each place are True, int32, for the indices of a gather or a scatter. XLA for GPUs would compute such a sum
+    again for every element that is moved: a barrier keeps it apart."""
+    return jax.lax.optimization_barrier(jnp.cumsum(marks, axis=axis, dtype=jnp.int32))
+
+
 def _check(x: Any, axis: int) -> tuple[Array, int]:
     """`x` in the dtype of the sums, and the axis counted from the front."""
     x = jnp.asarray(x)

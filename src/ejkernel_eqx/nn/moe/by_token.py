@@ -23,6 +23,7 @@ from jax import Array, lax
 from ...core.arguments import accumulator
 from ...core.plans import again_for_gradients
 from ...parallel import match_varying
+from ...sequences.cumsum import running_count
 from .dispatch import order_of
 
 _SPARE = 1.25
@@ -59,7 +60,7 @@ def routes_of(targets: Array, devices: int, room: int) -> tuple[Callable[[Any], 
     tokens, top_k = targets.shape
     every = jnp.arange(devices, dtype=jnp.int32)
     goes = jnp.any(targets[:, :, None] == every[None, None], axis=1)
-    place = jnp.cumsum(goes, axis=0, dtype=jnp.int32) - 1  # [T, D], of the tokens that go to a device
+    place = running_count(goes, 0) - 1  # [T, D], of the tokens that go to a device
     same = targets[:, :, None] == targets[:, None, :]
     earlier = jnp.tril(jnp.ones((top_k, top_k), bool), -1)
     is_first = ~jnp.any(same & earlier[None], axis=2) & (targets < devices)
