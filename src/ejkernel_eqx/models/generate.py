@@ -75,11 +75,15 @@ def generate(
     call = read_call(model, prompts, max_new_tokens, padding_mask, sampling, stop_tokens, key, speculate)
     _check_progress(progress, call.is_known)
     tell = None if progress is None else lambda count: progress(count, max_new_tokens)
-    new, lengths, finite = run(call, cache_dtype, tell, _TURNS)
-    if is_known(finite):
-        warn_of_rows("generate", np.asarray(finite), callers=3)
-    new, lead = _first(new, max_new_tokens), call.lead
-    return Generated(new.reshape(*lead, max_new_tokens), lengths.reshape(lead), finite.reshape(lead))
+    results = run(call, cache_dtype, tell, _TURNS)
+    if is_known(results[2]):
+        warn_of_rows("generate", np.asarray(results[2]), callers=3)
+    # The host cuts what one device has, which compiles no program for each number of columns.
+    is_on_one = is_known(results[0]) and len(results[0].sharding.device_set) == 1
+    new, lengths, finite = jax.device_get(results) if is_on_one else results
+    lead, most = call.lead, max_new_tokens
+    found = Generated(new[:, :most].reshape(*lead, most), lengths.reshape(lead), finite.reshape(lead))
+    return jax.device_put(found, results[0].sharding) if is_on_one else found
 
 
 # The host reads the number of tokens after so many steps.
@@ -97,10 +101,3 @@ def _check_progress(progress: Any, known: bool) -> None:
         raise ValueError(
             "progress: expected None for arrays that the host cannot read, as inside jit, received a function; leave it out there."
         )
-
-
-def _first(new: Array, count: int) -> Array:
-    """The first columns. If one device has them, the host cuts them, which compiles no program for each number of columns."""
-    if not is_known(new) or len(new.sharding.device_set) > 1:
-        return new[:, :count]
-    return jax.device_put(np.asarray(new)[:, :count], new.sharding)
