@@ -95,7 +95,7 @@ def _starts(ids: Array) -> Array:
     tokens = like(jnp.arange(ids.shape[-1], dtype=jnp.int32), ids)
     latest = lax.cummax(jnp.where(ids >= 0, tokens, -1), axis)
     # The last real token before each one, so that padding in between hides no change.
-    before = jnp.concatenate([jnp.full((*ids.shape[:-1], 1), -1, jnp.int32), latest[..., :-1]], axis)
+    before = jnp.concatenate([jnp.full_like(latest[..., :1], -1), latest[..., :-1]], axis)
     other = jnp.take_along_axis(ids, jnp.maximum(before, 0), axis) != ids
     begins = (ids >= 0) & (before >= 0) & other
     return lax.cummax(jnp.where(begins, tokens, -1), axis)
