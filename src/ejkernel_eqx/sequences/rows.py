@@ -45,6 +45,14 @@ class Packing:
         """An array over tokens, from the caller's order to the kernels' or back."""
         return jnp.flip(x, len(self.lead)) if self.reverse else x
 
+    def repeated(self, count: int) -> "Packing":
+        """The layout of rows that have `count` tokens in the place of each."""
+        each = lambda x: None if x is None else jnp.repeat(x, count, axis=-1)
+        starts = None if self.starts is None else each(jnp.where(self.starts < 0, -1, count * self.starts))
+        offsets = None if self.offsets is None else count * self.offsets
+        length = count * self.length
+        return Packing(self.lead, length, self.reverse, each(self.real), starts, offsets, each(self.ids))
+
     def states(self, states: Array) -> Array:
         """States of packed sequences, from the caller's order to the kernels' or back."""
         return jnp.flip(states, 0) if self.reverse and self.offsets is not None else states
