@@ -193,7 +193,13 @@ def test_rates_without_bound(name):
 
 
 @pytest.mark.slow
-@cases("linear constant", "kernel delta softplus", "gated delta bounded", "state space group norm")
+@cases(
+    "linear constant",
+    "kernel delta softplus",
+    "gated delta bounded",
+    "delta product gated",
+    "state space group norm",
+)
 def test_offsets_on_interpreted_kernels(case):
     """The same through the kernels that the compiler cannot see into, from whose padding nothing may leak."""
     pytest.importorskip("triton")
@@ -283,7 +289,7 @@ def test_no_token_leaves_the_state(case):
 
 
 @pytest.mark.slow
-@cases("linear constant", "kernel delta softplus", "dplr", "state space group norm")
+@cases("linear constant", "kernel delta softplus", "dplr", "delta product gated", "state space group norm")
 def test_vmap_with_shared_arguments(case):
     """A mapped axis is a leading one, whichever arguments have it; what is not mapped takes the sum of gradients."""
     module = case.module()

@@ -135,7 +135,7 @@ class DeltaProduct(Recurrence):
             return with_decays(self, frame, inputs, (), run)
         if self.options.gate != LOG or any(x is not None for x in inputs):
             raise ValueError(
-                f"g: expected an array with gate={self.options.gate!r}, A_log or dt_bias, received None; without g there is no decay."
+                "g: expected an array with A_log, dt_bias or a gate other than 'log', received None; without g there is no decay."
             )
         return self._written(frame, operands, state)
 
