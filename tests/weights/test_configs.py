@@ -41,6 +41,8 @@ MINIMAX |= {"layer_types": (["linear_attention"] * 7 + ["full_attention"]) * 10}
 _KDA = {"full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "head_dim": 128, "num_heads": 32}
 _KDA |= {"kda_layers": [i for i in range(1, 27) if i % 4], "short_conv_kernel_size": 4}
 KIMI = config_of("kimi_linear", 2304, 32, 32, 27, rms_norm_eps=1e-5, linear_attn_config=_KDA)
+DELTA_PRODUCT = {"model_type": "gated_deltaproduct", "expand_v": 1.5, "num_householder": 2}
+DELTA_PRODUCT |= {"use_forget_gate": True, "attn": {"layers": [0]}}
 GLA = {"model_type": "gla", "num_heads": 4, "norm_eps": 1e-5}
 RWKV7 = {
     "model_type": "rwkv7",
@@ -118,6 +120,10 @@ def test_attention(name):
             {"embed_dim": 80, "inner_dim": 320},
         ),
         (nn.RWKV6TimeMix, RWKV6, 0, {"embed_dim": 768, "num_heads": 12}),
+        (
+            *(nn.GatedDeltaNet, DELTA_PRODUCT, 1),
+            {"embed_dim": 2048, "num_k_heads": 6, "head_dim": 256, "v_head_dim": 384, "num_householder": 2},
+        ),
         (
             *(nn.GatedDeltaNet, QWEN3_NEXT, 0),
             {"embed_dim": 2048, "num_k_heads": 16, "num_v_heads": 32, "head_dim": 128},

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from .._kernel import replaced
 from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
@@ -63,6 +64,10 @@ class DeltaProduct(Recurrence):
         self.scale = check_scale(scale)
         self.options = DeltaOptions(use_qk_l2norm, beta_sigmoid, allow_neg_eigval, gate, lower_bound).check()
         self._complete(reverse, sequence_axis, state_dtype, platform, config, tune_for)
+
+    def of_normalised(self) -> "DeltaProduct":
+        """This operation for queries and keys that are normalised already."""
+        return replaced(self, options=dataclasses.replace(self.options, use_qk_l2norm=False))
 
     @jax.named_scope("ejkernel_eqx.DeltaProduct")
     @over_sequence_axis()
