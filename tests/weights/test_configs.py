@@ -200,6 +200,11 @@ REFUSED = {
     "type": (lambda: attention(LLAMA_3_1 | {"layer_types": ["chunked_attention"]}), "'chunked_attention'"),
     "both ways": (lambda: attention(GEMMA_2 | {"use_bidirectional_attention": True}), "to be False"),
     "attention": (lambda: weights.gated_delta_net_options(QWEN3_NEXT, 3), "received 3.*'full_attention'"),
+    "no forget gate": (
+        lambda: weights.gated_delta_net_options(DELTA_PRODUCT | {"use_forget_gate": False}, 1),
+        "use_forget_gate.*received False",
+    ),
+    "softmax among products": (lambda: weights.gated_delta_net_options(DELTA_PRODUCT, 0), "'attention'"),
     "kimi": (lambda: weights.kimi_delta_attention_options(KIMI, 3), "3, which is of type 'full_attention'"),
     "activation": (
         lambda: weights.lightning_attention_options(MINIMAX | {"hidden_act": "gelu"}, 0),
