@@ -148,25 +148,25 @@ class DeltaProduct(Recurrence):
         """Runs the recurrence with each write as a token. Decays stand at the first of a token's writes, and queries at the last."""
         at, writes = len(frame.over_tokens), operands.k.shape[-3]
 
-        def placed(x: Array | None, before: int, after: int) -> Any:
-            if x is None:
-                return None
+        def placed(x: Array, before: int, after: int) -> Array:
             x = jnp.expand_dims(x, at)
             return jnp.pad(x, [(before, after) if axis == at else (0, 0) for axis in range(x.ndim)])
 
-        q, g = placed(operands.q, writes - 1, 0), placed(operands.g, 0, writes - 1)
-        each = {"q": q, "k": operands.k, "v": operands.v, "g": g, "beta": operands.beta}
-        given = {name: x for name, x in each.items() if x is not None}
+        arrays: dict[str, Any] = {"k": operands.k, "v": operands.v, "beta": operands.beta}
+        arrays["q"] = placed(operands.q, writes - 1, 0)
+        if operands.g is not None:
+            arrays["g"] = placed(operands.g, 0, writes - 1)
         if frame.length is None:
-            out = None
+            # The rows of a step have no tokens: there is a step for each write.
+            outs = []
             for n in range(writes):
-                one = {name: lax.index_in_dim(x, n, at, keepdims=False) for name, x in given.items()}
+                one = {name: lax.index_in_dim(x, n, at, keepdims=False) for name, x in arrays.items()}
                 out, state = self._run(frame, dataclasses.replace(operands, **one), state)
-            assert out is not None
-            return out, state
-        shape = lambda x: (*frame.lead, frame.length * writes, *x.shape[at + 1 :])
-        tokens = {name: x.reshape(shape(x)) for name, x in given.items()}
-        out, state = self._run(frame.repeated(writes), dataclasses.replace(operands, **tokens), state)
+                outs.append(out)
+            return outs[-1], state
+        every = frame.repeated(writes)
+        arrays = {name: x.reshape(*every.over_tokens, *x.shape[at + 1 :]) for name, x in arrays.items()}
+        out, state = self._run(every, dataclasses.replace(operands, **arrays), state)
         out = out.reshape(*frame.over_tokens, writes, *out.shape[at:])
         # Outputs are in the caller's order, operands in that of the kernels.
         return lax.index_in_dim(out, 0 if self.reverse else writes - 1, at, keepdims=False), state
