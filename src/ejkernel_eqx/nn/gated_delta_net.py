@@ -38,10 +38,9 @@ class GatedDeltaNet(RecurrentLayer):
     *DeltaProduct* (2025).
     """
 
-    in_proj_qkvz: (
-        eqx.nn.Linear
-    )  # [(1 + M) * (K * D + H * V), E]: each key head's q, k, v, z, with M parts of k and of v
-    in_proj_ba: eqx.nn.Linear  # [(1 + M) * H, E]: each key head's b, a, with M parts of b
+    # Each key head's q, k, v, z, and its b, a; with M parts of k, v and b.
+    in_proj_qkvz: eqx.nn.Linear  # [(1 + M) * (K * D + H * V), E]
+    in_proj_ba: eqx.nn.Linear  # [(1 + M) * H, E]
     conv1d: ShortConvolution  # [(1 + M) * K * D + M * H * V, 1, W]: q, k, v of all heads
     dt_bias: Array  # [H]
     A_log: Array  # [H]

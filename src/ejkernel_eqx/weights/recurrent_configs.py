@@ -126,10 +126,10 @@ def _delta_product(config: Entries) -> dict[str, Any]:
 def gated_delta_net_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
     """Reads the arguments of `GatedDeltaNet` (`qwen3_next`, `qwen3_5_text`, `olmo_hybrid`, flash-linear-attention's `gated_deltaproduct`), as
     [`attention_options`][ejkernel_eqx.weights.attention_options] does for attention."""
-    by_attn = lambda entries: entries["model_type"] == "gated_deltaproduct"
-    kind = lambda entries, index: (type_by_attn if by_attn(entries) else default_type)(entries, index)
+    is_product = lambda entries: entries["model_type"] == "gated_deltaproduct"
+    kind = lambda entries, index: (type_by_attn if is_product(entries) else default_type)(entries, index)
     config = _read(config, layer_index, "GatedDeltaNet", kind)
-    if by_attn(config):
+    if is_product(config):
         return _delta_product(config)
     if config["model_type"] == "olmo_hybrid":
         config.check_divides("linear_num_key_heads", "linear_num_value_heads")
