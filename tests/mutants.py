@@ -93,6 +93,8 @@ FAULTS = (
     Fault("recurrence-tail", "recurrence/xla.py", "_Local.write", "k = times(k, self.tail)", "k = times(k, self.head)", "recurrence/test_xla.py recurrence/test_operations.py"),
     Fault("rank-one-read", "recurrence/xla.py", "_Local.scores_before", "_to_next(scores, 0)", "scores", "recurrence/test_xla.py"),
     Fault("rwkv7-values", "nn/rwkv7.py", "RWKV7TimeMix._mix", "(wide(rows.beside[\"v_first\"]) - wide(v))", "wide(rows.beside[\"v_first\"])", "nn/test_rwkv.py"),
+    Fault("writes-reversed", "recurrence/delta_product.py", "DeltaProduct._written", "0 if self.reverse else writes - 1", "writes - 1", "recurrence/test_operations.py"),
+    Fault("split-mask-table", "convolution/arguments.py", "places_of", "jnp.zeros_like(rank) + like(jnp.arange(length, dtype=jnp.int32), rank)", "jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), real.shape)", "nn/test_meshes.py"),
     Fault("along-decay", "recurrence/along.py", "recur_along", "part[0] * state + part[1]", "state + part[1]", "recurrence/test_along.py recurrence/test_split_tokens.py"),
     Fault("along-initial-state", "core/along.py", "Along.carry", "state, entering = initial_state, {}", "state, entering = 0 * initial_state, {}", "recurrence/test_along.py recurrence/test_split_tokens.py selective_scan"),
     Fault("states-over-segments", "recurrence/triton/states_phase.py", "states_kernel", "carried = tl.where(start < 0, 1.0, 0.0)", "carried = tl.where(start < 0, 1.0, 1.0)", "recurrence/test_triton.py recurrence/test_packing.py"),

@@ -43,6 +43,11 @@ CALLS: dict[str, tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]] = {
     "attention": (dict(causal=True), (q, k, v), {}),
     "block_sparse_attention": (dict(block_size=4), (q, k, v), dict(block_map=np.eye(2, dtype=bool))),
     "causal_conv1d": (dict(activation="silu"), (x, normal(1, 4, 3)), {}),
+    "delta_product": (
+        dict(reverse=True),
+        (q, jnp.stack([k, q], 1), jnp.stack([v, k], 1), jnp.stack([beta, 1 - beta], 1)),
+        dict(g=g[..., 0]),
+    ),
     "delta_rule": (dict(use_qk_l2norm=True), (q, k, v, beta), {}),
     "dplr_delta_rule": (dict(scale=0.3), (q, k, v, q / 3, k / 3, g), {}),
     "flash_attention": (dict(causal=True, sliding_window=3), (q, k, v), dict(return_lse=True)),

@@ -8,6 +8,8 @@ import re
 
 import pytest
 
+from ejkernel_eqx._operations import CLASSES
+
 ROOT = pathlib.Path(__file__).parents[1]
 SPEC = importlib.util.spec_from_file_location("performance_page", ROOT / "docs/performance_page.py")
 assert SPEC is not None and SPEC.loader is not None
@@ -22,6 +24,30 @@ FAMILIES = PAGE.DATA["family"]
 def test_as_written(path, block):
     text = path.read_text(encoding="utf-8")
     assert PAGE.marked(text, block()) == text, "run python docs/performance_page.py"
+
+
+IN_GUIDE = {
+    "LinearAttention": "scalar decay B4 T4096 H16 D128",
+    "LightningAttention": "lightning B4 T4096 H16 D128",
+    "GatedLinearAttention": "GLA B4 T4096 H16 D128",
+    "GatedDeltaRule": "gated delta rule B4 T4096 H16 D128",
+    "KernelDeltaAttention": "KDA B4 T4096 H16 D128",
+    "StateSpaceV1": "selective scan B4 T4096 I2048 N16",
+    "StateSpaceV2": "SSD B4 T4096 H64 P64 N128",
+}
+
+
+def test_the_guide_to_recurrences_has_every_member_and_its_times():
+    text = (ROOT / "docs/guides/recurrence.md").read_text(encoding="utf-8")
+    rows = dict(
+        re.findall(r"^\| `(\w+)`.* \|([^|]*)\|$", text.partition("\nThe last column")[0], re.MULTILINE)
+    )
+    rooms = ("recurrence:", "selective_scan:")
+    assert rows.keys() == {name.split(":")[1] for name in CLASSES.values() if name.startswith(rooms)}
+    for name, cell in rows.items():
+        problem = IN_GUIDE.get(name)
+        ms = [PAGE.times("linear_h200", problem, way).ours for way in PAGE.DIRECTIONS] if problem else []
+        assert cell.strip() == " / ".join(map(PAGE.milliseconds, ms)), name
 
 
 def test_no_result_lies_unread():

@@ -52,6 +52,7 @@ from .functional import absorbed_latent_attention as absorbed_latent_attention
 from .functional import attention as attention
 from .functional import block_sparse_attention as block_sparse_attention
 from .functional import causal_conv1d as causal_conv1d
+from .functional import delta_product as delta_product
 from .functional import delta_rule as delta_rule
 from .functional import dplr_delta_rule as dplr_delta_rule
 from .functional import flash_attention as flash_attention
@@ -121,6 +122,7 @@ from .pooling import MeanPooling as MeanPooling
 from .quantised import dequantise as dequantise
 from .quantised import QuantFormat as QuantFormat
 from .quantised import QuantizedWeight as QuantizedWeight
+from .recurrence import DeltaProduct as DeltaProduct
 from .recurrence import DeltaRule as DeltaRule
 from .recurrence import DPLRDeltaRule as DPLRDeltaRule
 from .recurrence import GatedDeltaRule as GatedDeltaRule

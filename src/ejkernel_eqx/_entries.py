@@ -69,7 +69,7 @@ _NAMES: tuple[tuple[_Kind, str], ...] = (
     (
         _SIZE,
         "hidden_size n_embd intermediate_size n_inner ffn_dim ffn_hidden_size word_embed_proj_dim num_attention_heads n_head num_key_value_heads "
-        "num_global_key_value_heads num_kv_heads num_heads head_dim global_head_dim rotary_dim kv_lora_rank q_lora_rank "
+        "num_global_key_value_heads num_kv_heads num_heads num_householder head_dim global_head_dim rotary_dim kv_lora_rank q_lora_rank "
         "qk_nope_head_dim qk_rope_head_dim v_head_dim state_size conv_kernel conv_size n_groups "
         "short_conv_kernel_size linear_num_key_heads linear_num_value_heads linear_key_head_dim "
         "linear_value_head_dim linear_conv_kernel_dim linear_head_dim linear_num_heads "
@@ -116,7 +116,7 @@ _NAMES: tuple[tuple[_Kind, str], ...] = (
         "pooling_mode_mean_sqrt_len_tokens pooling_mode_weightedmean_tokens "
         "use_mem_rope use_shared_attention_adapter use_long_context add_bias_linear "
         "mamba_rms_norm mamba_norm_before_gate projectors_bias conv_bias use_expert_bias tie_embedding "
-        "block_auto_adjust_ff_dim linear_allow_neg_eigval "
+        "block_auto_adjust_ff_dim linear_allow_neg_eigval allow_neg_eigval use_forget_gate "
         "use_parallel_residual use_double_wide_mlp new_decoder_architecture multi_query parallel_attn alibi bias use_qkv_bias "
         "do_layer_norm_before _remove_final_layer_norm enable_bias layer_norm_elementwise_affine add_cross_attention "
         "mamba_conv_bias mamba_proj_bias qk_layernorm attention_k_eq_v enable_moe_block mla_use_nope "

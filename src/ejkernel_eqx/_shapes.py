@@ -16,6 +16,7 @@ known only when a function exported by `jax.export` for any size is called.
 | `E`, `O` | features of the input and the output of a layer |
 | `C`, `Cv` | of cross attention: features of the inputs of keys and values |
 | `M`, `K`, `N`, `E` | of a grouped matmul: rows, the contracted axis, columns, groups |
+| `M` | of a delta product the writes of a token |
 | `L` | layers of recurrent cells, times their directions |
 | `Q` | the most new tokens of a sequence |
 | `n` | sinks of a head |

@@ -250,6 +250,32 @@ def causal_conv1d(
     config: Any | None = None,
 ) -> tuple[Float[Array, '*B T C'], Float[Array, '... W-1 C']]: ...
 
+def delta_product(
+    q: Float[AnyArray, '*B T H D'],
+    k: Float[AnyArray, '*B T M H D'],
+    v: Float[AnyArray, '*B T M H V'],
+    beta: Float[AnyArray, '*B T M H'],
+    *,
+    g: Float[AnyArray, '*B T H'] | None = None,
+    A_log: Float[AnyArray, ' H'] | None = None,
+    dt_bias: Float[AnyArray, ' H'] | None = None,
+    initial_state: Float[AnyArray, '... H D V'] | None = None,
+    cu_seqlens: Int[Numbers, ' N+1'] | None = None,
+    segment_ids: Int[Numbers, '*B T'] | None = None,
+    state_indices: Int[Numbers, ' B'] | None = None,
+    scale: float | None = None,
+    use_qk_l2norm: bool = False,
+    gate: Literal['log', 'softplus', 'bounded'] = 'log',
+    lower_bound: float | None = None,
+    beta_sigmoid: bool = False,
+    allow_neg_eigval: bool = False,
+    reverse: bool = False,
+    sequence_axis: str | None = None,
+    state_dtype: DTypeLike | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> tuple[Float[Array, '*B T R V'], Float[Array, '... H D V']]: ...
+
 def delta_rule(
     q: Float[AnyArray, '*B T H D'],
     k: Float[AnyArray, '*B T H D'],

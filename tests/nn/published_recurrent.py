@@ -108,13 +108,16 @@ def forgetting(q, k, v, decay, scale):
 
 
 def delta_rule(q, k, v, decay, beta):
-    """What a key already holds is replaced; all `[T, H, ...]`."""
+    """What a key already holds is replaced; all `[T, H, ...]`. Of several writes per token, `k`, `v` and `beta` are `[T, M, H, ...]`."""
+    if beta.ndim == 2:
+        k, v, beta = k[:, None], v[:, None], beta[:, None]
     state, rows = np.zeros((q.shape[1], k.shape[-1], v.shape[-1])), []
     q, k = unit(q) * q.shape[-1] ** -0.5, unit(k)
     for t in range(len(q)):
         state = decay[t][..., None] * state
-        held = np.einsum("hdv,hd->hv", state, k[t])
-        state = state + np.einsum("h,hd,hv->hdv", beta[t], k[t], v[t] - held)
+        for key, value, strength in zip(k[t], v[t], beta[t]):
+            held = np.einsum("hdv,hd->hv", state, key)
+            state = state + np.einsum("h,hd,hv->hdv", strength, key, value - held)
         rows.append(np.einsum("hdv,hd->hv", state, q[t]))
     return np.stack(rows), state
 
@@ -232,25 +235,32 @@ def rwkv6(w, x, *, heads, eps):
     return linear(w, "o_proj", out * silu(gate)), state
 
 
-def qwen3_next(w, x, *, k_heads, v_heads, head_dim, v_head_dim, eps=1e-6):
-    """Qwen3-Next's gated delta net: the rows of its projections are those of the first key head, then the second's."""
+def qwen3_next(w, x, *, k_heads, v_heads, head_dim, v_head_dim, eps=1e-6, writes=1, doubled=False):
+    """Qwen3-Next's gated delta net: the rows of its projections are those of the first key head, then the second's. With `writes`, Gated
+    DeltaProduct, which has that many parts of `k`, `v` and `b` one after the other."""
     shared, count = v_heads // k_heads, len(x)
     mixed, ba = linear(w, "in_proj_qkvz", x), linear(w, "in_proj_ba", x)
     q, k, v, z, b, a = ([] for _ in range(6))
-    rows, gates = np.split(mixed, k_heads, axis=-1), np.split(ba, k_heads, axis=-1)
-    for row, gate in zip(rows, gates):
-        q.append(row[:, :head_dim])
-        k.append(row[:, head_dim : 2 * head_dim])
-        rest = row[:, 2 * head_dim :]
-        v.append(rest[:, : shared * v_head_dim])
-        z.append(rest[:, shared * v_head_dim :])
-        b.append(gate[:, :shared])
-        a.append(gate[:, shared:])
-    q, k, v, z, b, a = (np.concatenate(part, axis=-1) for part in (q, k, v, z, b, a))
-    mixed = convolution(w, "conv1d", np.concatenate([q, k, v], axis=-1))
-    q, k, v = np.split(mixed, [q.shape[-1], 2 * q.shape[-1]], axis=-1)
-    q, k = (np.repeat(part.reshape(count, k_heads, head_dim), shared, axis=1) for part in (q, k))
-    log_decay = -np.exp(w["A_log"]) * softplus(a + w["dt_bias"])
-    out, state = delta_rule(q, k, v.reshape(count, v_heads, -1), np.exp(log_decay)[..., None], sigmoid(b))
+    keys, values = [head_dim] * (1 + writes), [shared * v_head_dim] * (1 + writes)
+    for row in np.split(mixed, k_heads, axis=-1):
+        parts = np.split(row, np.cumsum(keys + values)[:-1], axis=-1)
+        q.append(parts[0])
+        k.append(parts[1 : 1 + writes])
+        v.append(parts[1 + writes : -1])
+        z.append(parts[-1])
+    for gate in np.split(ba, k_heads, axis=-1):
+        *parts, last = np.split(gate, 1 + writes, axis=-1)
+        b.append(parts)
+        a.append(last)
+    # Of every write all heads: [T, M, heads * size].
+    k, v, b = (np.concatenate([np.stack(parts, 1) for parts in heads], axis=-1) for heads in (k, v, b))
+    q, z, a = (np.concatenate(part, axis=-1) for part in (q, z, a))
+    together = [q, k.reshape(count, -1), v.reshape(count, -1)]
+    mixed = convolution(w, "conv1d", np.concatenate(together, axis=-1))
+    q, k, v = np.split(mixed, np.cumsum([part.shape[-1] for part in together])[:-1], axis=-1)
+    q = np.repeat(q.reshape(count, k_heads, head_dim), shared, axis=1)
+    k = np.repeat(k.reshape(count, writes, k_heads, head_dim), shared, axis=2)
+    v, decay = v.reshape(count, writes, v_heads, -1), np.exp(-np.exp(w["A_log"]) * softplus(a + w["dt_bias"]))
+    out, state = delta_rule(q, k, v, decay[..., None], sigmoid(b) * (2.0 if doubled else 1.0))
     out = rms(out, eps) * w["norm.weight"] * silu(z.reshape(out.shape))
     return linear(w, "out_proj", out.reshape(count, -1)), state

@@ -119,6 +119,13 @@ VARIANTS = {
         published.gla,
         {"heads": 4, "kv_heads": 2, "gate_min": -0.04},
     ),
+    "qwen3-next, three writes": _case(
+        nn.GatedDeltaNet,
+        {"num_k_heads": 2, "num_v_heads": 4, "head_dim": 8, "v_head_dim": 6, "num_householder": 3}
+        | {"allow_neg_eigval": True},
+        published.qwen3_next,
+        {"k_heads": 2, "v_heads": 4, "head_dim": 8, "v_head_dim": 6, "writes": 3, "doubled": True},
+    ),
     "kimi, many value heads, bounded, doubled": _case(
         nn.KimiDeltaAttention,
         {"num_heads": 2, "head_dim": 8, "num_v_heads": 4, "v_head_dim": 6, "use_gate_bias": True}

@@ -38,7 +38,9 @@ def packed(rows, size):
 
 # Every layer is in one of two tests.
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mamba", "gla", "kimi", "lfm2", "rwkv6", "rwkv7", "rwkv7 channels"])
+@pytest.mark.parametrize(
+    "name", ["mamba", "gla", "kimi", "qwen3-next, three writes", "lfm2", "rwkv6", "rwkv7", "rwkv7 channels"]
+)
 def test_accepted_tokens(name):
     layer = recurrent_layers.build(name)
     rows, wrong = np.asarray(recurrent_layers.inputs(5, 16)), np.float32(3) * small.inputs(1)[0]

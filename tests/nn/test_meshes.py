@@ -7,6 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -104,6 +105,40 @@ def test_training_and_decoding(name, kind, layout, platform, monkeypatch):
     if kind != "automatic":
         assert all(meshes.lies(y, mesh, rows) for y in outputs), [y.sharding for y in outputs]
         assert meshes.lies(gradients[1], mesh, rows)
+
+
+MASKED = [("lfm2", "explicit without context", "xla")]
+MASKED += [("mamba2", kind, platform) for platform in ("xla", INTERPRET) for kind in meshes.KINDS]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "platform"),
+    [pytest.param(*c, marks=() if c is MASKED[0] else pytest.mark.slow) for c in MASKED],
+)
+def test_a_padding_mask_that_a_mesh_splits(name, kind, platform):
+    """With its rows: outputs of real tokens and gradients are those of one device, and stay split."""
+    needs_triton(platform)
+    real = np.arange(3)[None] >= np.arange(4)[:, None] % 3
+    layer = build(name, platform)
+    arrays, static = eqx.partition(layer, eqx.is_array)
+    convolution = ejx.CausalConv1d(platform=platform)
+
+    def loss(arrays: Any, x: Any, real: Any) -> Any:
+        y = jnp.where(real[..., None], eqx.combine(arrays, static)(x, padding_mask=real), 0)
+        return jnp.sum(jnp.sin(y)), y
+
+    def results(*placed: Any) -> Any:
+        gradients, y = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(*placed)
+        # An operation outside of `jit`, too.
+        ids = jnp.where(placed[2], 0, -1)
+        return gradients, y, convolution(placed[1], jnp.ones((placed[1].shape[-1], 2)), segment_ids=ids)[0]
+
+    mesh, given = meshes.mesh_of(kind), (arrays, inputs(4, 3), jnp.asarray(real))
+    with meshes.context(kind, mesh):
+        found = results(*meshes.place(mesh, given, (weights(name, layer, "both"), P(ROWS), P(ROWS))))
+    meshes.agree(found, results(*given), "gradient")
+    if kind != "automatic":
+        assert all(meshes.lies(x, mesh, P(ROWS)) for x in (found[0][1], *found[1:]))
 
 
 def hidden(layer: Any) -> Any:

@@ -25,12 +25,15 @@ def recurrence(
     bonus: Any = None,
     heads,
 ):
-    """`out [T, R, V]` and the last state. `decay` has the shape `[T, heads, D or 1, V or 1]`."""
+    """`out [T, R, V]` and the last state. `decay` has the shape `[T, heads, D or 1, V or 1]`. `k`, `v` and `beta` may have an axis of writes
+    after the tokens."""
     out_heads = max(heads, q.shape[1])
-    q, (k, v) = grouped(q, out_heads), (grouped(x, heads) for x in (k, v))
+    beta = jnp.ones(k.shape[:-1])[..., :1] if beta is None else beta
+    if k.ndim == 3:
+        k, v, beta = k[:, None], v[:, None], beta[:, None]
+    q, (k, v, beta) = grouped(q, out_heads), (grouped(x, heads, 2) for x in (k, v, beta))
     decay = jnp.ones((1, 1, 1, 1)) if decay is None else grouped(decay, heads)
     decay = jnp.broadcast_to(decay, (len(ids), *decay.shape[1:]))
-    beta = jnp.ones((len(ids), heads)) if beta is None else grouped(beta, heads)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     ab = None if ab is None else tuple(grouped(x, heads) for x in ab)
     spread = lambda x: jnp.repeat(x, out_heads // heads, axis=0)
@@ -42,14 +45,15 @@ def recurrence(
         real = ident >= 0
         carried = jnp.where(real & (latest >= 0) & (ident != latest), 0.0, state)
         new = carried * decay
-        written = v - (new * k[:, :, None]).sum(1) if delta else v
-        new = new + beta[:, None, None] * k[:, :, None] * written[:, None, :]
+        for key, value, strength in zip(k, v, beta, strict=True):
+            written = value - (new * key[:, :, None]).sum(1) if delta else value
+            new = new + strength[:, None, None] * key[:, :, None] * written[:, None, :]
         if ab is not None:
             new = new + ab[1][:, :, None] * (carried * ab[0][:, :, None]).sum(1)[:, None, :]
         state = jnp.where(real, new, state)
         read = spread(state)
         if bonus is not None:
-            read = spread(carried) + bonus[:, :, None] * spread(k[:, :, None] * v[:, None, :])
+            read = spread(carried) + bonus[:, :, None] * spread(k[0, :, :, None] * v[0, :, None, :])
         out = jnp.where(real, scale * (read * q[:, :, None]).sum(1), 0.0)
         return (state, jnp.where(real, ident, latest)), out
 
@@ -57,9 +61,9 @@ def recurrence(
     return out, state
 
 
-def grouped(x, heads):
+def grouped(x, heads, axis=1):
     """Head `h` reads `h // (heads / n)`."""
-    return jnp.repeat(x, heads // x.shape[1], axis=1)
+    return jnp.repeat(x, heads // x.shape[axis], axis=axis)
 
 
 def linear(scale=None, normalize=False):
@@ -124,7 +128,7 @@ def lightning(rule=None, layer=0, layers=1, scale=None):
 def delta(
     use_qk_l2norm=False, gate="log", lower_bound: Any = None, beta_sigmoid=False, allow_neg_eigval=False
 ):
-    """All delta rules: `g` is per channel, per head, or not there."""
+    """All delta rules: `g` is per channel, per head, or not there; and products of them."""
 
     def formula(ids, state, q, k, v, g: Any = None, beta: Any = None, A_log: Any = None, dt_bias: Any = None):
         if use_qk_l2norm:

@@ -73,6 +73,7 @@ _QKV = {"q": (H, D), "k": (2, D), "v": (2, V)}
 
 _KDA = {"q": (1, D), "k": (2, D), "v": (H, V), "g": (2, D), "beta": (H,), "A_log": (2,), "dt_bias": (2, D)}
 _GATED = {"q": (2, D), "k": (2, D), "v": (H, V), "g": (H,), "beta": (H,), "A_log": (H,), "dt_bias": (H,)}
+_PRODUCT = {"q": (2, D), "k": (3, 2, D), "v": (3, H, V), "beta": (3, H)}
 _SSD = {"x": (H, V), "dt": (H,), "A": (H,), "B": (2, D), "C": (2, D)}
 _SSD_ALL = _SSD | {"D": (H,), "z": (H, V), "dt_bias": (H,), "norm_weight": (H, V)}
 _GATE = ("A_log", "dt_bias")
@@ -158,6 +159,21 @@ CASES = {
     "gated delta bounded": _delta(
         ejx.GatedDeltaRule, _without(_GATED, "dt_bias"), ("A_log",), **_BOUNDED, **_SMALL
     ),
+    "delta product": Case(
+        ejx.DeltaProduct,
+        dict(beta_sigmoid=True, allow_neg_eigval=True, use_qk_l2norm=True),
+        _PRODUCT,
+        (H, D, V),
+        formulas.delta(beta_sigmoid=True, allow_neg_eigval=True, use_qk_l2norm=True),
+    ),
+    "delta product gated": Case(
+        ejx.DeltaProduct,
+        dict(gate="softplus", **_SMALL),
+        _PRODUCT | {"g": (H,), "A_log": (H,), "dt_bias": (H,)},
+        (H, D, V),
+        formulas.delta(gate="softplus", **_SMALL),
+        ("g", *_GATE),
+    ),
     "delta": _delta(ejx.DeltaRule, _without(_GATED, "g", *_GATE), **_SMALL, allow_neg_eigval=True),
     "state space": _ssd(_SSD | {"D": (H, V)}),
     "state space gated": _ssd(_without(_SSD_ALL, "norm_weight"), dt_softplus=True, dt_limit=(0.3, 1.0)),
@@ -176,5 +192,6 @@ FULL = [
     "kernel delta softplus",
     "gated delta bounded",
     "delta",
+    "delta product gated",
     "state space group norm",
 ]

@@ -101,6 +101,13 @@ CASES: dict[str, Any] = {
         {"x": normal(5, 2, T, 6), "initial_state": normal(20, 2, 4, 6)},
         False,
     ),
+    "delta product": (
+        ejx.DeltaProduct,
+        {},
+        {"q": Q, "k": jnp.stack([K, keys(23, 2)], 2), "v": normal(24, 2, T, 2, 2, V)}
+        | {"beta": jax.nn.sigmoid(normal(25, 2, T, 2, 2)), "g": decay(10, 2, T, 2), "initial_state": STATE},
+        True,
+    ),
 }
 WHOLE = {"A", "initial_state"}
 

@@ -23,6 +23,7 @@ x, dt, A, B = f32(2, T, 4, 5), f32(2, T, 4), f32(4), f32(2, T, 2, 6)
 no_array: Any = [1.0]
 nothing: Any = None
 other: Any = "another"
+product = ejx.DeltaProduct()
 linear, gla, dplr = ejx.LinearAttention(), ejx.GatedLinearAttention(), ejx.DPLRDeltaRule()
 mean = ejx.LinearAttention(normalize=True)
 kda, soft = ejx.KernelDeltaAttention(), ejx.KernelDeltaAttention(gate="softplus")
@@ -67,6 +68,18 @@ CALLS = {
     "heads of readers": (
         lambda: dplr(q, k, v, f32(2, T, 3, 6), key, -key),
         "b: expected a head count that divides the largest",
+    ),
+    "writes": (
+        lambda: product(q, k[:, :, None], v[:, :, None][:, :, [0, 0]], scalar[:, :, None]),
+        r"v: expected shape \[2, 3, 1, H, V\]",
+    ),
+    "no write": (
+        lambda: product(q, f32(2, T, 0, 2, 6), v, scalar),
+        "k: expected at least one write per token",
+    ),
+    "no decay": (
+        lambda: product(q, k[:, :, None], v[:, :, None], scalar[:, :, None], A_log=per_head),
+        "g: expected an array with A_log",
     ),
     "bonus": (lambda: gla(q, k, v, -key, bonus=f32(2, 5)), r"bonus: expected shape \[H, 6\]"),
     "heads of the bonus": (

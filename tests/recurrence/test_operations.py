@@ -22,6 +22,7 @@ def cases(*names):
 
 
 full = cases(*FULL)
+PRODUCT = "delta product gated"
 
 
 def over_rows(case, function):
@@ -85,9 +86,7 @@ def poisoned(arrays, real):
 IDS = np.array([[0, 0, -1, 0, 3, 3, 3, -1, -1, 7, -1], [-1, -1, 5, 5, 5, 5, 5, 1, 1, 1, 1]])
 
 
-@pytest.mark.few(1)
-@full
-def test_segments_and_padding(case):
+def segments_and_padding(case):
     """From the last token; sequences in one row come from the first."""
     module = case.module(reverse=True)
     arrays, state = case.make(2, T), case.make_state(2)
@@ -100,6 +99,17 @@ def test_segments_and_padding(case):
     )
     for name in set(gradients) & set(PER_TOKEN):
         assert not np.any(np.asarray(gradients[name])[IDS < 0])
+
+
+@pytest.mark.few(1)
+@cases(*(name for name in FULL if name != PRODUCT))
+def test_segments_and_padding(case):
+    segments_and_padding(case)
+
+
+def test_writes_of_a_token_keep_their_order():
+    """Also in a reversed call: that of a case whose writes differ."""
+    segments_and_padding(CASES[PRODUCT])
 
 
 # An empty sequence among others, and padding on either side.
@@ -193,7 +203,13 @@ def test_rates_without_bound(name):
 
 
 @pytest.mark.slow
-@cases("linear constant", "kernel delta softplus", "gated delta bounded", "state space group norm")
+@cases(
+    "linear constant",
+    "kernel delta softplus",
+    "gated delta bounded",
+    "delta product gated",
+    "state space group norm",
+)
 def test_offsets_on_interpreted_kernels(case):
     """The same through the kernels that the compiler cannot see into, from whose padding nothing may leak."""
     pytest.importorskip("triton")
@@ -283,7 +299,7 @@ def test_no_token_leaves_the_state(case):
 
 
 @pytest.mark.slow
-@cases("linear constant", "kernel delta softplus", "dplr", "state space group norm")
+@cases("linear constant", "kernel delta softplus", "dplr", "delta product gated", "state space group norm")
 def test_vmap_with_shared_arguments(case):
     """A mapped axis is a leading one, whichever arguments have it; what is not mapped takes the sum of gradients."""
     module = case.module()

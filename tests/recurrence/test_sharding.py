@@ -99,6 +99,7 @@ OTHERS = [
     *(("kernel delta", *of) for of in (("triton", "explicit"), ("opaque", "automatic"))),
     *(("dplr", *of) for of in (("xla", "explicit"), ("opaque", "automatic"))),
     ("gated linear bonus", "xla", "explicit"),
+    *(("delta product gated", *of) for of in (("triton", "explicit"), ("opaque", "automatic"))),
 ]
 
 

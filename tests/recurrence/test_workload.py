@@ -19,6 +19,7 @@ OPERATIONS = (
     "kernel_delta_attention",
     "gated_delta_rule",
     "delta_rule",
+    "delta_product",
     "dplr_delta_rule",
     "rwkv7",
     "state_space_v2",

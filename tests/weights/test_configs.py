@@ -41,6 +41,8 @@ MINIMAX |= {"layer_types": (["linear_attention"] * 7 + ["full_attention"]) * 10}
 _KDA = {"full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "head_dim": 128, "num_heads": 32}
 _KDA |= {"kda_layers": [i for i in range(1, 27) if i % 4], "short_conv_kernel_size": 4}
 KIMI = config_of("kimi_linear", 2304, 32, 32, 27, rms_norm_eps=1e-5, linear_attn_config=_KDA)
+DELTA_PRODUCT = {"model_type": "gated_deltaproduct", "expand_v": 1.5, "num_householder": 2}
+DELTA_PRODUCT |= {"use_forget_gate": True, "attn": {"layers": [0]}}
 GLA = {"model_type": "gla", "num_heads": 4, "norm_eps": 1e-5}
 RWKV7 = {
     "model_type": "rwkv7",
@@ -119,6 +121,10 @@ def test_attention(name):
         ),
         (nn.RWKV6TimeMix, RWKV6, 0, {"embed_dim": 768, "num_heads": 12}),
         (
+            *(nn.GatedDeltaNet, DELTA_PRODUCT, 1),
+            {"embed_dim": 2048, "num_k_heads": 6, "head_dim": 256, "v_head_dim": 384, "num_householder": 2},
+        ),
+        (
             *(nn.GatedDeltaNet, QWEN3_NEXT, 0),
             {"embed_dim": 2048, "num_k_heads": 16, "num_v_heads": 32, "head_dim": 128},
         ),
@@ -194,6 +200,11 @@ REFUSED = {
     "type": (lambda: attention(LLAMA_3_1 | {"layer_types": ["chunked_attention"]}), "'chunked_attention'"),
     "both ways": (lambda: attention(GEMMA_2 | {"use_bidirectional_attention": True}), "to be False"),
     "attention": (lambda: weights.gated_delta_net_options(QWEN3_NEXT, 3), "received 3.*'full_attention'"),
+    "no forget gate": (
+        lambda: weights.gated_delta_net_options(DELTA_PRODUCT | {"use_forget_gate": False}, 1),
+        "use_forget_gate.*received False",
+    ),
+    "softmax among products": (lambda: weights.gated_delta_net_options(DELTA_PRODUCT, 0), "'attention'"),
     "kimi": (lambda: weights.kimi_delta_attention_options(KIMI, 3), "3, which is of type 'full_attention'"),
     "activation": (
         lambda: weights.lightning_attention_options(MINIMAX | {"hidden_act": "gelu"}, 0),

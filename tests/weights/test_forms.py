@@ -273,6 +273,23 @@ def test_gated_delta_net():
     same(layer, named, qwen3_5=under(apart))
 
 
+def test_gated_delta_product():
+    """Rows of each projection by write, then by head."""
+    sizes = {"num_k_heads": 2, "num_v_heads": 4, "head_dim": 4, "v_head_dim": 6, "num_householder": 2}
+    layer = abstract(ejx.nn.GatedDeltaNet, 8, **sizes)
+    named = published(layer)
+    parts = np.split(named["in_proj_qkvz.weight"].reshape(2, -1, 8), [4, 8, 12, 24, 36], axis=1)
+    q, *kv, z = (part.reshape(-1, 8) for part in parts)
+    *b, a = (
+        part.reshape(-1, 8) for part in np.split(named["in_proj_ba.weight"].reshape(2, -1, 8), 3, axis=1)
+    )
+    fla = {"q_proj": q, "k_proj": np.concatenate(kv[:2]), "v_proj": np.concatenate(kv[2:]), "g_proj": z}
+    fla |= {"b_proj": np.concatenate(b), "a_proj": a, "o_proj": named["out_proj.weight"]}
+    fla |= dict(zip(("q_conv1d", "k_conv1d", "v_conv1d"), np.split(named["conv1d.weight"], [8, 24])))
+    fla = {f"{name}.weight": x for name, x in fla.items()} | {"o_norm.weight": named["norm.weight"]}
+    same(layer, named, fla=under(fla | {name: named[name] for name in ("A_log", "dt_bias")}))
+
+
 def test_buffers_of_lightning_attention():
     layer = ejx.nn.LightningAttention(8, num_heads=2, num_layers=3, platform="xla", key=KEY)
     named = published(layer)

@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from .._broadcast import like
 from ..core.along import Along
 from ..core.arguments import array, fitting
 from ..core.frame import frame_of, step_frame_of
@@ -105,8 +106,9 @@ def places_of(packing: Packing, held: int) -> Places:
     assert real is not None
     axis = real.ndim - 1
     length = real.shape[-1]
-    tokens = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), real.shape)
     rank = jnp.cumsum(real, axis, dtype=jnp.int32) - 1
+    # Tables that are made from one of the rows are split over a mesh as the rows are.
+    tokens = jnp.zeros_like(rank) + like(jnp.arange(length, dtype=jnp.int32), rank)
     total = rank[..., -1:] + 1 if length else jnp.zeros((*real.shape[:-1], 1), jnp.int32)
     # Padding comes last, in its original order: a permutation.
     goes = jnp.where(real, rank, total + tokens - rank - 1)
@@ -127,7 +129,7 @@ def places_of(packing: Packing, held: int) -> Places:
         first = jnp.where(taken < 0, 0, jnp.take_along_axis(rank, jnp.maximum(taken, 0), axis))
         # The final state is that of the last segment, which begins at the largest start.
         last = jnp.where(is_real, first, 0).max(axis, keepdims=True, initial=0)
-        end = jnp.broadcast_to(total, real.shape)
+        end = jnp.zeros_like(rank) + total
         # The initial state enters the first segment alone, and only the last one leaves a state.
         enter, leave = jnp.where(first == 0, 0, -1), jnp.where(first == last, 0, -1)
         first_end = jnp.where(is_real & (first == 0), tokens + 1, 0).max(axis, keepdims=True, initial=0)

@@ -44,6 +44,13 @@ class Frame:
     def mask(self, x: Array) -> Array:
         return self.packing.mask(x)
 
+    def repeated(self, count: int) -> "Frame":
+        """The frame of a call that has `count` tokens in the place of each."""
+        assert self.length is not None
+        packing = self.packing.repeated(count)
+        along = None if self.along is None else dataclasses.replace(self.along, packing=packing)
+        return dataclasses.replace(self, length=packing.length, packing=packing, along=along)
+
     def operand(self, name: str, x: Any, sizes: tuple[int | None, ...], letters: str) -> Array:
         """An operand over tokens: checked, with zero padding, in the kernels' order. `letters` are those after the token axis."""
         letters = letters if self.length is None else f"T {letters}"

@@ -11,6 +11,7 @@ from jax import Array
 from .._shapes import AnyArray, Float, Int, Numbers
 from .._signatures import Module
 from ..paged import RaggedBatch
+from ..recurrence import DeltaProduct
 from ..recurrence.delta import GatedDelta
 from .drafts import Drafts, like_rows, new_tokens
 from .short_convolution import ShortConvolution
@@ -76,7 +77,7 @@ class Rows:
     def normalises(self, recurrence: Any, *layers: ShortConvolution) -> bool:
         """Returns whether short convolutions can normalise the heads of queries and keys in their pass over memory, for a recurrence that does so
         otherwise. A state is that of operations that do so themselves."""
-        asked = isinstance(recurrence, GatedDelta) and recurrence.options.use_qk_l2norm
+        asked = isinstance(recurrence, GatedDelta | DeltaProduct) and recurrence.options.use_qk_l2norm
         return (
             asked and self.state is None and all(layer.convolution.sequence_axis is None for layer in layers)
         )

@@ -1,3 +1,4 @@
+from .delta_product import DeltaProduct as DeltaProduct
 from .dplr import DPLRDeltaRule as DPLRDeltaRule
 from .dplr import RWKV7 as RWKV7
 from .gated_delta import DeltaRule as DeltaRule

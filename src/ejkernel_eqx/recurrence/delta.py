@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import namedtuple
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, TypeVar
 
 import equinox as eqx
@@ -46,10 +47,16 @@ def delta_operands(
     frame: Frame, options: DeltaOptions, scale: float | None, qkv: tuple[Any, Any, Any], beta: Any
 ) -> Operands:
     """The operands of a delta rule without decay."""
-    q, k, v = frame.qkv(*qkv)
+    return transformed(frame, options, scale, frame.qkv(*qkv), frame.operand("beta", beta, (None,), "H"))
+
+
+def transformed(
+    frame: Frame, options: DeltaOptions, scale: float | None, qkv: tuple[Array, Array, Array], beta: Array
+) -> Operands:
+    """The operands of a delta rule without decay, from arrays that have been checked."""
+    q, k, v = qkv
     if options.use_qk_l2norm:
         q, k = l2norm(q), l2norm(k)
-    beta = frame.operand("beta", beta, (None,), "H")
     # Masked after the sigmoid, which makes the zeros of padding one half.
     beta = frame.mask(write_strength(beta, options.beta_sigmoid, options.allow_neg_eigval))
     return Operands(q, k, v, scale, beta=beta, delta=True)
@@ -76,6 +83,25 @@ def gate_operands(
         A_log = fitting("A_log", A_log, (heads,), "H").reshape(heads, *(1 for _ in channels))
         dt_bias = None if dt_bias is None else fitting("dt_bias", dt_bias, (heads, *channels), letters)
     return raw, A_log, dt_bias
+
+
+def with_decays(
+    operation: Any,
+    frame: Frame,
+    inputs: GateInputs,
+    channels: tuple[int, ...],
+    run: Callable[[Array], tuple[Array, Array]],
+) -> tuple[Array, Array]:
+    """`run` on the log-decays that the gate of an operation with `DeltaOptions` determines."""
+    options = operation.options
+
+    def decayed(raw: Array, A_log: Array | None, dt_bias: Array | None) -> tuple[Array, Array]:
+        return run(frame.mask(log_decay(options.gate, options.lower_bound, raw, A_log, dt_bias)))
+
+    if options.gate != LOG and frame.length is not None:
+        # Log-decays take twice the memory of what they come from, or more: the gradient computes them again.
+        decayed = again_for_gradients(decayed, operation, KEPT)
+    return decayed(*gate_operands(frame, options, inputs, channels))
 
 
 class GatedDelta(Recurrence):
@@ -178,14 +204,6 @@ class GatedDelta(Recurrence):
         self, frame: Frame, operands: Operands, inputs: GateInputs, state: Any
     ) -> tuple[Array, Array]:
         """Runs the recurrence with the decays that a gate determines."""
-        options = self.options
         channels = operands.q.shape[-1:] if self.decay == KEY else ()
-
-        def decayed(raw: Array, A_log: Array | None, dt_bias: Array | None) -> tuple[Array, Array]:
-            g = frame.mask(log_decay(options.gate, options.lower_bound, raw, A_log, dt_bias))
-            return self._run(frame, dataclasses.replace(operands, g=g, decay=self.decay), state)
-
-        if options.gate != LOG and frame.length is not None:
-            # Log-decays take twice the memory of what they come from, or more: the gradient computes them again.
-            decayed = again_for_gradients(decayed, self, KEPT)
-        return decayed(*gate_operands(frame, options, inputs, channels))
+        run = lambda g: self._run(frame, dataclasses.replace(operands, g=g, decay=self.decay), state)
+        return with_decays(self, frame, inputs, channels, run)

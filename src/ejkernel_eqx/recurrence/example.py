@@ -38,6 +38,7 @@ _OPERATIONS: dict[str, dict[str, Any]] = {
     "lightning_attention": {"decay": CONSTANT},
     "kernel_delta_attention": {"decay": KEY, "delta": True, "beta": True},
     "gated_delta_rule": {"decay": SCALAR, "delta": True, "beta": True},
+    "delta_product": {"decay": SCALAR, "delta": True, "beta": True},
     "delta_rule": {"decay": NONE, "delta": True, "beta": True},
     "dplr_delta_rule": {"decay": KEY, "rank_one": True},
     "rwkv7": {"decay": KEY, "rank_one": True},

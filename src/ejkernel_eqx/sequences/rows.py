@@ -45,6 +45,14 @@ class Packing:
         """An array over tokens, from the caller's order to the kernels' or back."""
         return jnp.flip(x, len(self.lead)) if self.reverse else x
 
+    def repeated(self, count: int) -> "Packing":
+        """The layout of rows that have `count` tokens in the place of each."""
+        each = lambda x: None if x is None else jnp.repeat(x, count, axis=-1)
+        starts = None if self.starts is None else each(jnp.where(self.starts < 0, -1, count * self.starts))
+        offsets = None if self.offsets is None else count * self.offsets
+        length = count * self.length
+        return Packing(self.lead, length, self.reverse, each(self.real), starts, offsets, each(self.ids))
+
     def states(self, states: Array) -> Array:
         """States of packed sequences, from the caller's order to the kernels' or back."""
         return jnp.flip(states, 0) if self.reverse and self.offsets is not None else states
@@ -95,7 +103,7 @@ def _starts(ids: Array) -> Array:
     tokens = like(jnp.arange(ids.shape[-1], dtype=jnp.int32), ids)
     latest = lax.cummax(jnp.where(ids >= 0, tokens, -1), axis)
     # The last real token before each one, so that padding in between hides no change.
-    before = jnp.concatenate([jnp.full((*ids.shape[:-1], 1), -1, jnp.int32), latest[..., :-1]], axis)
+    before = jnp.concatenate([jnp.full_like(latest[..., :1], -1), latest[..., :-1]], axis)
     other = jnp.take_along_axis(ids, jnp.maximum(before, 0), axis) != ids
     begins = (ids >= 0) & (before >= 0) & other
     return lax.cummax(jnp.where(begins, tokens, -1), axis)

@@ -40,8 +40,9 @@ def over(lead: int, function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+@jax.jit
 def scattered(index: Array, values: Array) -> Array:
-    """`values` moved to `index`, a permutation of each row."""
+    """`values` moved to `index`, a permutation of each row. Compiled, as JAX does not run a row of an explicit mesh outside of `jit` otherwise."""
     row = lambda index, values: jnp.zeros_like(values).at[index].set(values, unique_indices=True)
     return over(index.ndim - 1, row)(index, values)
 

@@ -7,11 +7,12 @@
 | `KimiDeltaAttention` | `A_log` `[1, 1, H, 1]`; `f_proj.0`, `f_proj.1`, `g_proj.0`, `g_proj.1` (flash-linear-attention) |
 | | the decay's parameters in `forget_gate`, and one `conv1d` (transformers, after loading) |
 | `GatedDeltaNet` | `in_proj_qkv`, `in_proj_z`, `in_proj_b`, `in_proj_a`, not grouped by key head (Qwen3.5) |
-| | `q_proj`, `k_proj`, `v_proj`, `g_proj`, `b_proj`, `a_proj`, `o_norm`, `o_proj`; `conv1d` in one or three (OLMo-hybrid) |
+| | `q_proj`, `k_proj`, `v_proj`, `g_proj`, `b_proj`, `a_proj`, `o_norm`, `o_proj`; `conv1d` in one or three (OLMo-hybrid, flash-linear-attention) |
 
 `Mamba1Mixer` and `Mamba2Mixer` are published under the names of their fields.
 """
 
+import itertools
 import math
 from typing import Any
 
@@ -79,21 +80,24 @@ def gated_delta_net(layer: Any, weights: Weights) -> Any:
     heads, features = layer.num_k_heads, layer.embed_dim
     key_dim, value_dim = heads * layer.head_dim, layer.num_v_heads * layer.v_head_dim
 
-    dtype, wide, rows = layer.in_proj_qkvz.weight.dtype, 2 * key_dim, layer.num_v_heads
-    if apart:
-        sizes, names = (key_dim, key_dim, value_dim), ("q_proj", "k_proj", "v_proj")
-        parts = [
-            weights.take_matrix(f"{name}.weight", (size, features), dtype) for name, size in zip(names, sizes)
-        ]
-    else:
-        qkv = weights.take_matrix("in_proj_qkv.weight", (wide + value_dim, features), dtype)
-        parts = [rows_of(qkv, part) for part in (slice(key_dim), slice(key_dim, wide), slice(wide, None))]
+    dtype, writes, rows = layer.in_proj_qkvz.weight.dtype, layer.num_householder, layer.num_v_heads
+    # Published code has the parts of several writes one after the other.
+    each = {"q_proj": [key_dim], "k_proj": [key_dim] * writes, "v_proj": [value_dim] * writes}
+    each = each if apart else {"in_proj_qkv": [size for sizes in each.values() for size in sizes]}
+    parts = []
+    for name, sizes in each.items():
+        matrix = weights.take_matrix(f"{name}.weight", (sum(sizes), features), dtype)
+        ends = [*itertools.accumulate(sizes)]
+        parts += [rows_of(matrix, slice(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
     z = weights.take_matrix(f"{'g_proj' if apart else 'in_proj_z'}.weight", (value_dim, features), dtype)
     # These rows are so few that they are floats even in a quantised checkpoint.
     names = ("b_proj", "a_proj") if apart else ("in_proj_b", "in_proj_a")
-    b, a = (weights.take(f"{name}.weight", (rows, features), dtype) for name in names)
+    b, a = (
+        weights.take(f"{name}.weight", (count * rows, features), dtype)
+        for name, count in zip(names, (writes, 1), strict=True)
+    )
     name = f"{weights.prefix}in_proj_qkv.weight"
-    qkvz, ba = rows_together([*parts, z], heads, name), rows_together([b, a], heads, name)
+    qkvz, ba = rows_together([*parts, z], heads, name), rows_together([*jnp.split(b, writes), a], heads, name)
     new = {
         "in_proj_qkvz": replaced(layer.in_proj_qkvz, {"weight": qkvz}),
         "in_proj_ba": replaced(layer.in_proj_ba, {"weight": ba}),

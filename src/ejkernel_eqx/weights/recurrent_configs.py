@@ -109,10 +109,28 @@ def _olmo_delta_net(config: Entries) -> dict[str, Any]:
     }
 
 
+def _delta_product(config: Entries) -> dict[str, Any]:
+    refuse(config, use_output_gate=True, use_short_conv=True, use_forget_gate=True)
+    head_dim = take(config, "head_dim")
+    return {
+        **taken(
+            config,
+            "embed_dim=hidden_size num_k_heads=num_heads num_householder conv_width=conv_size norm_eps",
+        ),
+        "head_dim": head_dim,
+        "v_head_dim": _expanded(config, head_dim, "expand_v"),
+        **_flags(config, "allow_neg_eigval"),
+    }
+
+
 def gated_delta_net_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
-    """Reads the arguments of `GatedDeltaNet` (`qwen3_next`, `qwen3_5_text`, `olmo_hybrid`), as
+    """Reads the arguments of `GatedDeltaNet` (`qwen3_next`, `qwen3_5_text`, `olmo_hybrid`, flash-linear-attention's `gated_deltaproduct`), as
     [`attention_options`][ejkernel_eqx.weights.attention_options] does for attention."""
-    config = _read(config, layer_index, "GatedDeltaNet")
+    is_product = lambda entries: entries["model_type"] == "gated_deltaproduct"
+    kind = lambda entries, index: (type_by_attn if is_product(entries) else default_type)(entries, index)
+    config = _read(config, layer_index, "GatedDeltaNet", kind)
+    if is_product(config):
+        return _delta_product(config)
     if config["model_type"] == "olmo_hybrid":
         config.check_divides("linear_num_key_heads", "linear_num_value_heads")
         return _olmo_delta_net(config)
