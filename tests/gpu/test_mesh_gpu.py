@@ -11,6 +11,7 @@ import pytest
 from ejkernel_eqx import models
 from tests import meshes
 from tests.models.test_split_tokens import alone, model_of, over
+from tests.nn.test_expert_parallel import check
 
 if jax.default_backend() != "gpu":
     pytest.skip("needs GPUs", allow_module_level=True)
@@ -39,3 +40,10 @@ def test_a_mesh_trains_as_one_gpu(name, split):
         expected = alone(mixers, mlp)
     meshes.agree(result[0], expected[0])
     meshes.agree(result[1], expected[1], "gradient")
+
+
+@pytest.mark.parametrize("exchange", ["auto", "ragged"])
+@pytest.mark.parametrize("kind", ["explicit", "automatic"])
+def test_experts_of_two_gpus_are_those_of_one(kind, exchange):
+    with jax.default_matmul_precision("highest"):
+        check("exchanged", kind, "triton", exchange, shape=(1, 2, 1))

@@ -79,11 +79,12 @@ def check(
     exchange: Any = "auto",
     shift: Any = None,
     real: Any = None,
+    shape: tuple[int, int, int] = (2, 2, 2),
     **options: Any,
 ):
     tokens, experts, hidden = SPLITS[split]
     types = (AxisType.Auto if "automatic" in kind else AxisType.Explicit,) * 3
-    mesh = jax.make_mesh((2, 2, 2), AXES, axis_types=types)
+    mesh = jax.make_mesh(shape, AXES, axis_types=types)
     named: Any = {"exchange": exchange}
     if "automatic" in kind:
         names = tuple(axis for entry in tokens for axis in axes_of(entry))

@@ -39,7 +39,7 @@ class ExpertParallel:
     - `hidden_axes`: the axes that the hidden features of every expert are split over, as in tensor parallelism.
     - `mesh`: default: that of `jax.set_mesh`, or that of the layer's arrays outside of `jit`.
     - `exchange`: how tokens move. `"by_token"`: a token goes once to each device that has experts for it, and one weighted sum comes back from
-        each. `"ragged"`, on GPUs and TPUs: it goes once for each expert. `"auto"`: the second where it runs.
+        each. `"ragged"`, on GPUs and TPUs: it goes once for each expert. `"auto"`: the second on TPUs, else the first.
     """
 
     expert_axes: str | Names = "expert"
@@ -331,6 +331,7 @@ def _by_row(split: _Split, experts: Any, rows: Array, numbers: Array, sizes: Arr
 def _moves_ragged(split: _Split) -> bool:
     if split.exchange != "auto":
         return split.exchange == "ragged"
+    # XLA's ragged collective for GPUs took 20 to 40 times as long as all of the layer by tokens on two H200.
     devices = split.mesh.devices.flat if isinstance(split.mesh, jax.sharding.Mesh) else ()
     place = next((device.platform for device in devices), None)
-    return place != "cpu" if place is not None else place_of_calls()[0] is not Backend.CPU
+    return place == "tpu" if place is not None else place_of_calls()[0] is Backend.TPU
