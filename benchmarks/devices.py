@@ -15,7 +15,8 @@ Programs are compiled with `ejkernel_eqx.models.compiler_options`; `--compiler` 
 
 Every program is first compared with another: the layer's results and gradients with those of one device; the norm of a step's gradient with that of
 one device, or, if it has more rows than one device, with that of the other program. Then calls are timed. `sent` is what one device gets in the
-collectives of the compiled program; those in a loop count once.
+collectives of the compiled program; those in a loop count once. Processes that share the file `BENCHMARK_TURNS` compile beside each other, and take
+turns on the devices.
 """
 
 import argparse
@@ -37,7 +38,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ejkernel_eqx as ejx
-from benchmarks import measure, report
+from benchmarks import measure, processes, report
 from ejkernel_eqx.models import Decoder, DecoderConfig, LayerConfig, MLPConfig, MoEConfig
 from ejkernel_eqx.models import mesh as meshes
 
@@ -274,20 +275,19 @@ def measure_step(name: str, step: Step, options: argparse.Namespace) -> list[dic
             start = time.perf_counter()
             call, program, tokens = step_of(step, variant, options)
             row["compile_seconds"] = time.perf_counter() - start
-            row["first_loss"], row["gradient_norm"] = map(float, call())
-            alike = rows if step.axis != meshes.DATA else rows[1:]  # with more rows than one device
-            if row in alike:
-                row["error"] = abs(row["gradient_norm"] / alike[0].get("gradient_norm", math.nan) - 1)
-                if not row["error"] <= _ALLOWED:
-                    row["reason"] = f"wrong: the norm of the gradient is off by {row['error']:.2g}"
-                    continue
-            row |= {
-                "bytes": report.bytes_of(program.memory_analysis()),
-                "sent_gb": sent_bytes(program.as_text()) / 1e9,
-            }
-            row |= times_of(call, options)
-            if options.profile:
-                row["hidden"] = measure.hidden(measure.traced(call, options.profile / f"{name}-{variant}"))
+            memory, sent = report.bytes_of(program.memory_analysis()), sent_bytes(program.as_text()) / 1e9
+            with processes.held():
+                row["first_loss"], row["gradient_norm"] = map(float, call())
+                alike = rows if step.axis != meshes.DATA else rows[1:]  # with more rows than one device
+                if row in alike:
+                    row["error"] = abs(row["gradient_norm"] / alike[0].get("gradient_norm", math.nan) - 1)
+                    if not row["error"] <= _ALLOWED:
+                        row["reason"] = f"wrong: the norm of the gradient is off by {row['error']:.2g}"
+                        continue
+                row |= {"bytes": memory, "sent_gb": sent} | times_of(call, options)
+                if options.profile:
+                    folder = options.profile / f"{name}-{variant}"
+                    row["hidden"] = measure.hidden(measure.traced(call, folder))
         except (RuntimeError, ValueError) as error:  # out of memory, among others
             row["reason"] = str(error).splitlines()[0][:200]
             print(f"{name}, {variant}: {row['reason']}", flush=True)
