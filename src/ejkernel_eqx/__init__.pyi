@@ -83,6 +83,7 @@ from .functional import scaled_dot_product_attention as scaled_dot_product_atten
 from .functional import scaled_matmul as scaled_matmul
 from .functional import state_space_v1 as state_space_v1
 from .functional import state_space_v2 as state_space_v2
+from .functional import state_space_v3 as state_space_v3
 from .functional import unified_attention as unified_attention
 from .latent import AbsorbedLatentAttention as AbsorbedLatentAttention
 from .latent import MultiHeadLatentAttention as MultiHeadLatentAttention
@@ -133,6 +134,7 @@ from .recurrence import LightningAttention as LightningAttention
 from .recurrence import LinearAttention as LinearAttention
 from .recurrence import RWKV7 as RWKV7
 from .recurrence import StateSpaceV2 as StateSpaceV2
+from .recurrence import StateSpaceV3 as StateSpaceV3
 from .rotary.heads import RotaryHeads as RotaryHeads
 from .selective_scan import StateSpaceV1 as StateSpaceV1
 from .serialisation import load as load

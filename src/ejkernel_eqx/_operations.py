@@ -69,6 +69,7 @@ OPERATIONS: dict[str, Family] = {
     "linear_attention": RECURRENCE,
     "rwkv7": _RANK_ONE,
     "state_space_v2": RECURRENCE,
+    "state_space_v3": RECURRENCE,
     "state_space_v1": Family("selective_scan", "selective_scan"),
     "causal_conv1d": Family("convolution", "convolution"),
     "gated_rms_norm": Family("normalization", "normalization"),
@@ -120,5 +121,6 @@ CLASSES: dict[str, str] = {
     "rwkv7": "recurrence:RWKV7",
     "state_space_v1": "selective_scan:StateSpaceV1",
     "state_space_v2": "recurrence:StateSpaceV2",
+    "state_space_v3": "recurrence:StateSpaceV3",
 }
 """The class of each operation, as `"room:name"`."""

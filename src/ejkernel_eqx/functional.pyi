@@ -42,6 +42,8 @@ from .paged.signature import WithLse
 from .quantised import QuantizedWeight
 from .recurrence.linear import FinalState
 from .recurrence.linear import State
+from .recurrence.state_space_v3 import FinalState
+from .recurrence.state_space_v3 import State
 
 MODULES_KEPT: int
 
@@ -1308,6 +1310,31 @@ def state_space_v2(
     platform: PlatformLike | None = None,
     config: Any | None = None,
 ) -> tuple[Float[Array, '*B T H P'], Float[Array, '... H P N']]: ...
+
+def state_space_v3(
+    x: Float[AnyArray, '*B T H P'],
+    dt: Float[AnyArray, '*B T H'],
+    g: Float[AnyArray, '*B T H'],
+    B: Float[AnyArray, '*B T *M G N'],
+    C: Float[AnyArray, '*B T *M G N'],
+    trap: Float[AnyArray, '*B T H'],
+    angles: Float[AnyArray, '*B T H J'],
+    *,
+    B_bias: Float[AnyArray, 'H M N'] | None = None,
+    C_bias: Float[AnyArray, 'H M N'] | None = None,
+    D: Float[AnyArray, ' H'] | None = None,
+    mimo_x: Float[AnyArray, 'H M P'] | None = None,
+    initial_state: State | None = None,
+    cu_seqlens: Int[Numbers, ' S+1'] | None = None,
+    segment_ids: Int[Numbers, '*B T'] | None = None,
+    state_indices: Int[Numbers, ' B'] | None = None,
+    interleaved: bool = True,
+    reverse: bool = False,
+    sequence_axis: str | None = None,
+    state_dtype: DTypeLike | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> tuple[Float[Array, '*B T *M H P'], FinalState]: ...
 
 @overload
 def unified_attention(

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def recurrence(
@@ -172,5 +173,62 @@ def state_space(dt_softplus=False, dt_limit=None, norm=None, norm_eps=1e-5):
             y = parts.reshape(y.shape)
         y = y if norm_weight is None else y * norm_weight[None]
         return jnp.where((ids >= 0)[:, None, None], y, 0.0), state.swapaxes(1, 2)
+
+    return formula
+
+
+def trapezoid(interleaved=True):
+    """Mamba-3: `h` and what the rule takes of the token before, which a state has apart."""
+
+    def formula(
+        ids, state, x, dt, g, B, C, trap, angles, B_bias: Any = None, C_bias: Any = None, D: Any = None, mimo_x: Any = None
+    ):
+        heads, channels = x.shape[1:]
+        pairs = angles.shape[-1]
+        B, C = (y if y.ndim == 4 else y[:, None] for y in (B, C))
+        ranks, size = B.shape[1], B.shape[-1]
+        many = lambda y, axis: jnp.repeat(y, heads // y.shape[axis], axis=axis).astype(jnp.float64)
+        B, C, angles = many(B, 2), many(C, 2), many(angles, 1)
+        B = B if B_bias is None else B + B_bias.swapaxes(0, 1)[None]
+        C = C if C_bias is None else C + C_bias.swapaxes(0, 1)[None]
+        factors = jnp.ones((heads, 1, channels)) if mimo_x is None else mimo_x
+        first, second = np.arange(pairs) * 2, np.arange(pairs) * 2 + 1
+        if not interleaved:
+            first, second = np.arange(pairs), np.arange(pairs) + size // 2
+
+        def turned(y, angle):  # [M, H, N]
+            a, b, cos, sin = y[..., first], y[..., second], jnp.cos(angle)[None], jnp.sin(angle)[None]
+            return y.at[..., first].set(a * cos - b * sin).at[..., second].set(a * sin + b * cos)
+
+        def write(weight, x, k):
+            return jnp.einsum("h,hmp,mhn->hpn", weight, x[:, None] * factors, k)
+
+        def split(last):
+            k = last[:, : ranks * size].reshape(heads, ranks, size).swapaxes(0, 1)
+            rest = last[:, ranks * size :]
+            return k, rest[:, :channels], rest[:, channels], rest[:, channels + 1 :]
+
+        def token(carry, now):
+            *old, latest = carry
+            x, dt, g, B, C, trap, omega, ident = now
+            fresh = (ident >= 0) & (latest >= 0) & (ident != latest)
+            h, k, before, weight, angle = (jnp.where(fresh, 0.0, y) for y in old)
+            angle = angle + dt[:, None] * omega
+            angle = (angle + jnp.pi) % (2 * jnp.pi) - jnp.pi
+            B, C = turned(B, angle), turned(C, angle)
+            h = jnp.exp(g)[:, None, None] * (h + write((1 - trap) * dt, before, k)) + write(trap * dt, x, B)
+            y = jnp.einsum("hpn,mhn->mhp", h, C)
+            if D is not None:
+                y = y + (D[:, None, None] * x[:, None] * factors).swapaxes(0, 1)
+            new = h, B, x, trap * dt, angle
+            kept = [jnp.where(ident >= 0, y, z) for y, z in zip(new, old)]
+            return (*kept, jnp.where(ident >= 0, ident, latest)), jnp.where(ident >= 0, y, 0.0)
+
+        S, (k, before, weight, angle) = state[0], split(state[1])
+        start = S + write(weight, before, k), k, before, weight, angle, jnp.int32(-1)
+        (h, k, before, weight, angle, _), y = jax.lax.scan(token, start, (x, dt, g, B, C, trap, angles, ids))
+        k_flat = k.swapaxes(0, 1).reshape(heads, ranks * size)
+        last = jnp.concatenate([k_flat, before, weight[:, None], angle], -1)
+        return y[:, 0] if mimo_x is None else y, (h - write(weight, before, k), last)
 
     return formula

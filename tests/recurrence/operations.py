@@ -17,7 +17,7 @@ CONFIG = xla.XlaConfig(4)
 
 H, D, V = 4, 6, 5
 PER_TOKEN = ("q", "k", "v", "g", "gk", "gv", "beta", "x", "dt", "B", "C", "z")
-PER_TOKEN += ("a", "b", "r", "w", "kappa", "eta")
+PER_TOKEN += ("a", "b", "r", "w", "kappa", "eta", "trap", "angles")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,9 @@ class Case:
     def make_state(self, *lead: int, dtype: Any = jnp.float64, seed: int = 1) -> Any:
         rng = np.random.default_rng(seed)
         one = lambda shape: jnp.asarray(rng.normal(size=(*lead, *shape)), dtype)
-        return tuple(abs(one(shape)) for shape in self.state) if self.normalized else one(self.state)
+        if isinstance(self.state[0], int):
+            return one(self.state)
+        return tuple(abs(one(shape)) if self.normalized else one(shape) for shape in self.state)
 
     def call(
         self, function: Callable[..., Any], arrays: dict[str, Any], *positional: Any, **extra: Any
@@ -76,6 +78,9 @@ _GATED = {"q": (2, D), "k": (2, D), "v": (H, V), "g": (H,), "beta": (H,), "A_log
 _PRODUCT = {"q": (2, D), "k": (3, 2, D), "v": (3, H, V), "beta": (3, H)}
 _SSD = {"x": (H, V), "dt": (H,), "A": (H,), "B": (2, D), "C": (2, D)}
 _SSD_ALL = _SSD | {"D": (H,), "z": (H, V), "dt_bias": (H,), "norm_weight": (H, V)}
+_MAMBA3 = {"x": (H, V), "dt": (H,), "g": (H,), "B": (2, D), "C": (2, D), "trap": (H,), "angles": (H, 3)}
+_MIMO = {"B": (3, 2, D), "C": (3, 2, D), "angles": (1, 2), "mimo_x": (H, 3, V), "D": (H,)}
+_MIMO |= {"B_bias": (H, 3, D), "C_bias": (H, 3, D)}
 _GATE = ("A_log", "dt_bias")
 
 
@@ -96,6 +101,12 @@ def _delta(build: Any, shapes: dict[str, Any], keywords: tuple[str, ...] = (), *
 def _ssd(shapes: dict[str, Any], **options: Any) -> Case:
     keywords = tuple(name for name in shapes if name not in _SSD)
     return Case(ejx.StateSpaceV2, options, shapes, (H, V, D), formulas.state_space(**options), keywords)
+
+
+def _trapezoid(more: dict[str, Any], ranks: int = 1, **options: Any) -> Case:
+    state: Any = ((H, V, D), (H, ranks * D + V + 1 + more["angles"][1]))
+    keywords = tuple(name for name in more if name not in _MAMBA3)
+    return Case(ejx.StateSpaceV3, options, _MAMBA3 | more, state, formulas.trapezoid(**options), keywords)
 
 
 def _lightning(rule: str, **scale: float) -> Case:
@@ -179,6 +190,8 @@ CASES = {
     "state space gated": _ssd(_without(_SSD_ALL, "norm_weight"), dt_softplus=True, dt_limit=(0.3, 1.0)),
     "state space norm": _ssd(_SSD_ALL, dt_softplus=True, norm="whole"),
     "state space group norm": _ssd(_SSD_ALL, dt_softplus=True, norm="group", norm_eps=1e-3),
+    "trapezoid": _trapezoid({"angles": (H, 3)}),
+    "trapezoid ranks": _trapezoid(_MIMO, 3, interleaved=False),
 }
 # One of each operation, with most options on.
 FULL = [
@@ -194,4 +207,6 @@ FULL = [
     "delta",
     "delta product gated",
     "state space group norm",
+    "trapezoid",
+    "trapezoid ranks",
 ]

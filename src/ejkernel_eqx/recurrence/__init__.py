@@ -9,3 +9,4 @@ from .lightning import lightning_slopes as lightning_slopes
 from .lightning import LightningAttention as LightningAttention
 from .linear import LinearAttention as LinearAttention
 from .state_space_v2 import StateSpaceV2 as StateSpaceV2
+from .state_space_v3 import StateSpaceV3 as StateSpaceV3

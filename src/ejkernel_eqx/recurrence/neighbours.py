@@ -1,0 +1,144 @@
+"""Over the real tokens of every sequence: which one is before each, which one is the last, and sums up to each."""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from .._broadcast import like
+from ..core.frame import Frame
+from ..sequences.cumsum import shifted
+from ..sequences.packing import ended
+from ..sequences.tokens import over
+
+_BLOCK = 64
+_TURN = 2 * math.pi
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Neighbours:
+    """Values `[*, T, ...]` over tokens and what enters every sequence before them, `[*, ...]`, or `[N, ...]` with offsets. Places count what enters
+    first, and then the tokens."""
+
+    axis: int | None
+    """That of the tokens; `None` for a step, whose values have none."""
+    starts: Array | None = None
+    """int32 `[*, T]`: where the sequence of a token starts; -1 if something enters it."""
+    before: Array | None = None  # int32 [*, T]: places of the tokens before; past the end: none
+    last: Array | None = None  # int32 [*, 1] or [N]: places of the last tokens
+    sequence: Array | None = None  # int32 [T], with offsets
+    goes_on: Array | None = None  # bool [*]: whether what enters is that of the last token, too
+    is_empty: Array | None = None  # bool [*]: whether there are no tokens
+
+    def shift(self, x: Array, entering: Array) -> Array:
+        """The value of the token before each, zero if there is none."""
+        if self.axis is None:
+            return entering.astype(x.dtype)
+        both = self._both(x, entering)
+        if self.before is None:
+            return lax.slice_in_dim(both, 0, x.shape[self.axis], axis=self.axis)
+        return self._at(both, self.before)
+
+    def end(self, x: Array, entering: Array) -> Array:
+        """The value of the last token of every sequence; what enters, if it has none."""
+        if self.axis is None:
+            return x
+        both = self._both(x, entering)
+        if self.last is None:
+            return lax.index_in_dim(both, x.shape[self.axis], self.axis, keepdims=False)
+        taken = self._at(both, self.last)
+        return taken if self.sequence is not None else jnp.squeeze(taken, self.axis)
+
+    def turns(self, angles: Array, entering: Array) -> Array:
+        """Sums of angles up to each token, from what enters, less whole turns."""
+        if self.axis is None:
+            return whole(angles + entering)
+        return turns(angles + self.shift(jnp.zeros_like(angles), entering), self.starts, self.axis)
+
+    def _both(self, x: Array, entering: Array) -> Array:
+        assert self.axis is not None
+        entering = entering if self.sequence is not None else jnp.expand_dims(entering, self.axis)
+        return jnp.concatenate([entering.astype(x.dtype), x], self.axis)
+
+    def _at(self, both: Array, places: Array) -> Array:
+        take = lambda rows, at: rows.at[at].get(mode="fill", fill_value=0, unique_indices=True)
+        return over(self.axis or 0, take)(both, places)
+
+
+def neighbours_of(frame: Frame) -> Neighbours:
+    packing, axis, length = frame.packing, len(frame.lead), frame.packing.length
+    if frame.length is None:
+        return Neighbours(None)
+    if length == 0 or (packing.offsets is None and packing.starts is None):
+        row = jnp.full(frame.lead, True)
+        return Neighbours(axis, goes_on=row, is_empty=~row)
+    tokens = jnp.arange(length, dtype=jnp.int32)
+    if packing.offsets is not None:
+        first, ends = packing.offsets[:-1], packing.offsets[1:]
+        count = ends.shape[0]
+        sequence = jnp.minimum(ended(ends, length), count - 1)
+        numbers = jnp.arange(count, dtype=jnp.int32)
+        starts = first[sequence]
+        before = jnp.where(tokens == starts, sequence, count + tokens - 1)
+        # Padding reads nothing: no place is read twice.
+        before = jnp.where((tokens >= starts) & (tokens < ends[sequence]), before, count + length + tokens)
+        return Neighbours(axis, starts, before, jnp.where(ends > first, count + ends - 1, numbers), sequence)
+    real, starts = packing.real, packing.starts
+    assert real is not None and starts is not None
+    tokens = like(tokens, real)
+    latest = lax.cummax(jnp.where(real, tokens, -1), axis)
+    before = 1 + jnp.concatenate([jnp.full_like(latest[..., :1], -1), latest[..., :-1]], axis)
+    before = jnp.where(real & (starts != tokens), before, 1 + length + tokens)
+    ends = starts[..., -1] < 0, ~real.any(axis)
+    return Neighbours(axis, starts, before, 1 + latest[..., -1:], None, *ends)
+
+
+def turns(x: Array, starts: Array | None, axis: int) -> Array:
+    """Angles `x [*, T, ...]` summed from the start of each token's sequence, less whole turns. Sums of blocks of tokens are products with zeros and
+    ones, so that nothing is added and taken away again, and stay small however long a sequence is."""
+    length, rest = x.shape[axis], x.shape[axis + 1 :]
+    size = min(_BLOCK, length)
+    if size == 0:
+        return x
+    blocks = -(-length // size)
+    filled = lambda x: jnp.pad(x, [(0, blocks * size - n if i == axis else 0) for i, n in enumerate(x.shape)])
+    split = lambda x: x.reshape(*x.shape[:axis], blocks, size, *x.shape[axis + 1 :])
+    place = jnp.arange(size, dtype=jnp.int32)
+    seen, reached = place[:, None] >= place[None], None
+    if starts is not None:
+        # Relative to the block of a token.
+        starts = jnp.pad(starts, [(0, 0)] * axis + [(0, blocks * size - length)], mode="edge")
+        starts = split(starts)
+        first = size * jnp.arange(blocks, dtype=jnp.int32)[:, None]
+        inside = starts - like(first, starts)
+        seen = like(seen, inside[..., None]) & (like(place, inside[..., None]) >= inside[..., None])
+        reached = inside < 0
+    # The axes behind the tokens as one.
+    flat = split(filled(x)).reshape(*x.shape[:axis], blocks, size, math.prod(rest))
+    pattern = "ij,...jc->...ic" if starts is None else "...ij,...jc->...ic"
+    sums = jnp.einsum(pattern, seen.astype(x.dtype), flat, precision=lax.Precision.HIGHEST)
+    if blocks > 1:
+        at = None if starts is None else starts[..., -1] // size
+        earlier = shifted(turns(whole(sums[..., -1, :]), at, axis), axis, 1, False)
+        earlier = jnp.expand_dims(earlier, axis + 1)
+        sums = sums + (earlier if reached is None else jnp.where(reached[..., None], earlier, 0))
+    sums = sums.reshape(*x.shape[:axis], blocks * size, *rest)
+    return whole(lax.slice_in_dim(sums, 0, length, axis=axis))
+
+
+def whole(angle: Array) -> Array:
+    """The angle less whole turns, between minus and plus half a turn."""
+    return angle - _TURN * jnp.round(angle / _TURN)
+
+
+def turned(x: Array, angles: Array, interleaved: bool) -> Array:
+    """`x [..., N]` with its first pairs of channels rotated by `angles [..., J]`. A pair is two neighbours, or one channel of each half."""
+    pairs = x.shape[-1] // 2
+    rest = [(0, 0)] * (angles.ndim - 1) + [(0, pairs - angles.shape[-1])]
+    cos, sin = jnp.pad(jnp.cos(angles), rest, constant_values=1), jnp.pad(jnp.sin(angles), rest)
+    axis = x.ndim if interleaved else x.ndim - 1
+    parts = x.reshape(*x.shape[:-1], *((pairs, 2) if interleaved else (2, pairs))).astype(angles.dtype)
+    a, b = (lax.index_in_dim(parts, n, axis, keepdims=False) for n in (0, 1))
+    return jnp.stack([a * cos - b * sin, a * sin + b * cos], axis).reshape(x.shape).astype(x.dtype)
+
