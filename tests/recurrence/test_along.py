@@ -44,6 +44,8 @@ MAMBA = {"x": normal(5, 2, T, 6), "dt": 0.3 * normal(6, 2, T, 6), "A": -jnp.exp(
     "B": normal(8, 2, T, D),
     "C": normal(9, 2, T, D),
 }
+MAMBA3 = {name: SSD[name] for name in "xBC"} | {"dt": jnp.abs(SSD["dt"]), "g": decay(23, 2, T, 4)}
+MAMBA3 |= {"trap": jax.nn.sigmoid(normal(24, 2, T, 4)), "angles": 3 * normal(25, 2, T, 4, 2)}
 # The operation, its arguments, those without a token axis, and whether it can be reversed.
 CASES: dict[str, Any] = {
     "linear": (ejx.LinearAttention, {}, QKV, True),
@@ -87,6 +89,18 @@ CASES: dict[str, Any] = {
         functools.partial(ejx.StateSpaceV2, dt_softplus=True, norm="group"),
         {"D": normal(14, 4), "dt_bias": normal(15, 4)},
         SSD | {"z": normal(16, 2, T, 4, V), "initial_state": normal(17, 2, 4, V, D)},
+        True,
+    ),
+    "trapezoid": (
+        ejx.StateSpaceV3,
+        {"D": normal(14, 4)},
+        MAMBA3 | {"initial_state": (normal(17, 2, 4, V, D), normal(26, 2, 4, D + V + 3))},
+        True,
+    ),
+    "trapezoid, ranks": (
+        ejx.StateSpaceV3,
+        {"mimo_x": normal(27, 4, 2, V), "B_bias": normal(28, 4, 2, D)},
+        MAMBA3 | {name: normal(seed, 2, T, 2, 2, D) for seed, name in ((8, "B"), (9, "C"))},
         True,
     ),
     "mamba": (

@@ -100,6 +100,8 @@ OTHERS = [
     *(("dplr", *of) for of in (("xla", "explicit"), ("opaque", "automatic"))),
     ("gated linear bonus", "xla", "explicit"),
     *(("delta product gated", *of) for of in (("triton", "explicit"), ("opaque", "automatic"))),
+    *(("trapezoid", *of) for of in (("xla", "explicit"), ("triton", "explicit"))),
+    ("trapezoid ranks", "opaque", "automatic"),
 ]
 
 
@@ -110,7 +112,8 @@ def test_a_call_is_split_where_it_stands(name, build, kind):
     run = case.run(module, segment_ids=jnp.array([0, 0, -1, 1, 1]))
     gradient = jax.grad(loss_of(run), (0, 1))
     mesh = mesh_of(kind)
-    sharded = place(mesh, (arrays, state), (specs_of(arrays), P(ROWS, HEADS)))
+    states = jax.tree.map(lambda _: P(ROWS, HEADS), state)
+    sharded = place(mesh, (arrays, state), (specs_of(arrays), states))
     with jax.set_mesh(mesh):
         forward, backward = (quick(f).lower(*sharded).compile() for f in (run, gradient))
         results, gradients = forward(*sharded), backward(*sharded)

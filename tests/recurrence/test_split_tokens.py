@@ -19,7 +19,7 @@ from tests.recurrence.test_along import AXIS, CASES, IDS, T, WHOLE, whole
 from tests.tolerances import assert_close
 
 KINDS = ("explicit", "explicit in context", "automatic", "automatic in context")
-HEADS = {"q", "k", "v", "g", "gk", "gv", "beta", "x", "dt", "z"}
+HEADS = {"q", "k", "v", "g", "gk", "gv", "beta", "x", "dt", "z", "trap"}
 SIZES = {"data": 2, AXIS: 2, "tensor": 2}
 
 
@@ -29,10 +29,10 @@ def mesh_of(kind: str, sizes: dict[str, int] = SIZES) -> Any:
 
 
 def spec_of(name: str, x: Any, heads: bool) -> P:
-    if name in WHOLE - {"initial_state"} or x.ndim < 2:
-        return P()
     if name == "initial_state":
         return P("data")
+    if name in WHOLE or x.ndim < 2:
+        return P()
     return P("data", AXIS, *(("tensor",) if heads and name in HEADS and x.ndim > 2 else ()))
 
 

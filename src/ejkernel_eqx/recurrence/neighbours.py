@@ -5,9 +5,12 @@ import math
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import PartitionSpec
 
 from .._broadcast import like
 from ..core.frame import Frame
+from ..parallel import explicit_mesh, match_sharding
+from ..parallel.mesh import resharded, spec_of
 from ..sequences.cumsum import shifted
 from ..sequences.packing import ended
 from ..sequences.tokens import over
@@ -59,14 +62,15 @@ class Neighbours:
     def _both(self, x: Array, entering: Array) -> Array:
         assert self.axis is not None
         entering = entering if self.sequence is not None else jnp.expand_dims(entering, self.axis)
-        return jnp.concatenate([entering.astype(x.dtype), x], self.axis)
+        return jnp.concatenate([match_sharding(entering.astype(x.dtype), x), x], self.axis)
 
     def _at(self, both: Array, places: Array) -> Array:
         take = lambda rows, at: rows.at[at].get(mode="fill", fill_value=0, unique_indices=True)
         return over(self.axis or 0, take)(both, places)
 
 
-def neighbours_of(frame: Frame) -> Neighbours:
+def neighbours_of(frame: Frame, x: Array) -> Neighbours:
+    """Those of a call, whose rows a mesh splits as those of `x`."""
     packing, axis, length = frame.packing, len(frame.lead), frame.packing.length
     if frame.length is None:
         return Neighbours(None)
@@ -86,6 +90,10 @@ def neighbours_of(frame: Frame) -> Neighbours:
         return Neighbours(axis, starts, before, jnp.where(ends > first, count + ends - 1, numbers), sequence)
     real, starts = packing.real, packing.starts
     assert real is not None and starts is not None
+    mesh = explicit_mesh(x)
+    if mesh is not None:
+        rows = PartitionSpec(*spec_of(x)[:axis])
+        real, starts = (resharded(of_tokens, mesh, rows) for of_tokens in (real, starts))
     tokens = like(tokens, real)
     latest = lax.cummax(jnp.where(real, tokens, -1), axis)
     before = 1 + jnp.concatenate([jnp.full_like(latest[..., :1], -1), latest[..., :-1]], axis)
@@ -95,9 +103,9 @@ def neighbours_of(frame: Frame) -> Neighbours:
 
 
 def turns(x: Array, starts: Array | None, axis: int) -> Array:
-    """Angles `x [*, T, ...]` summed from the start of each token's sequence, less whole turns. Sums of blocks of tokens are products with zeros and
+    """Angles `x [*, T, H, J]` summed from the start of each token's sequence, less whole turns. Sums of blocks of tokens are products with zeros and
     ones, so that nothing is added and taken away again, and stay small however long a sequence is."""
-    length, rest = x.shape[axis], x.shape[axis + 1 :]
+    length = x.shape[axis]
     size = min(_BLOCK, length)
     if size == 0:
         return x
@@ -108,22 +116,19 @@ def turns(x: Array, starts: Array | None, axis: int) -> Array:
     seen, reached = place[:, None] >= place[None], None
     if starts is not None:
         # Relative to the block of a token.
-        starts = jnp.pad(starts, [(0, 0)] * axis + [(0, blocks * size - length)], mode="edge")
-        starts = split(starts)
+        starts = split(filled(starts))
         first = size * jnp.arange(blocks, dtype=jnp.int32)[:, None]
         inside = starts - like(first, starts)
         seen = like(seen, inside[..., None]) & (like(place, inside[..., None]) >= inside[..., None])
         reached = inside < 0
-    # The axes behind the tokens as one.
-    flat = split(filled(x)).reshape(*x.shape[:axis], blocks, size, math.prod(rest))
-    pattern = "ij,...jc->...ic" if starts is None else "...ij,...jc->...ic"
-    sums = jnp.einsum(pattern, seen.astype(x.dtype), flat, precision=lax.Precision.HIGHEST)
+    pattern = "ij,...jhc->...ihc" if starts is None else "...ij,...jhc->...ihc"
+    sums = jnp.einsum(pattern, seen.astype(x.dtype), split(filled(x)), precision=lax.Precision.HIGHEST)
     if blocks > 1:
         at = None if starts is None else starts[..., -1] // size
-        earlier = shifted(turns(whole(sums[..., -1, :]), at, axis), axis, 1, False)
+        earlier = shifted(turns(whole(sums[..., -1, :, :]), at, axis), axis, 1, False)
         earlier = jnp.expand_dims(earlier, axis + 1)
-        sums = sums + (earlier if reached is None else jnp.where(reached[..., None], earlier, 0))
-    sums = sums.reshape(*x.shape[:axis], blocks * size, *rest)
+        sums = sums + (earlier if reached is None else jnp.where(reached[..., None, None], earlier, 0))
+    sums = sums.reshape(*x.shape[:axis], blocks * size, *x.shape[axis + 1 :])
     return whole(lax.slice_in_dim(sums, 0, length, axis=axis))
 
 

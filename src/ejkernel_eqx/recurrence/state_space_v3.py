@@ -174,7 +174,7 @@ class StateSpaceV3(Recurrence):
         self, frame: Frame, S: Any, inputs: _Inputs, entering: Array
     ) -> tuple[Array, Array, Array]:
         """`y [*, T, M, H, P]` and both parts of the final state, by a recurrence with `B` and `x` of the token before as key and value."""
-        tokens, x = neighbours_of(frame), inputs.x
+        x, tokens = inputs.x, neighbours_of(frame, inputs.x)
         (heads, channels), (ranks, _, size) = x.shape[-2:], inputs.B.shape[-3:]
         dt, trap = wide(inputs.dt), wide(inputs.trap)
         g, gamma = wide(inputs.g), trap * dt
