@@ -98,6 +98,50 @@ def mamba2(
     return linear(w, "out_proj", norm(y) * silu(z) if norm_first else norm(y * silu(z))), state
 
 
+def mamba3(w, x, *, head_dim, groups, size, angles, ranks=1, floor=1e-4, eps=1e-5):
+    """Mamba-3, with `h` as published, from which the last token's own write is taken for the state."""
+    heads, halves = w["D"].shape[0], "mimo_x" in w
+    inner, shared = heads * head_dim, ranks * groups * size
+    ends = np.cumsum([inner, inner, shared, shared, heads, heads, heads])
+    z, hidden, B, C, dt, A, trap, phi = np.split(linear(w, "in_proj", x), ends, axis=-1)
+    z, hidden = (part.reshape(-1, heads, head_dim) for part in (z, hidden))
+
+    def keys(part, name):
+        part = rms(part.reshape(-1, ranks, groups, size), eps) * w[f"{name}_norm.weight"]
+        return np.repeat(part, heads // groups, axis=2) + np.swapaxes(w[f"{name}_bias"], 0, 1)
+
+    def rotated(part, angle):
+        """Each pair as one complex number."""
+        at = np.arange(angles) if halves else 2 * np.arange(angles)
+        to = at + (size // 2 if halves else 1)
+        numbers = (part[..., at] + 1j * part[..., to]) * np.exp(1j * angle)
+        part = part.copy()
+        part[..., at], part[..., to] = numbers.real, numbers.imag
+        return part
+
+    ones = np.ones((heads, 1, head_dim))
+    up, gate, down = (np.swapaxes(w[f"mimo_{name}"] if halves else ones, 0, 1) for name in "xzo")
+    B, C, dt = keys(B, "B"), keys(C, "C"), softplus(dt + w["dt_bias"])
+    alpha = np.exp(dt * -np.maximum(softplus(A), floor))
+    gamma = dt / (1 + np.exp(-trap))
+    h, angle, rows = np.zeros((heads, head_dim, size)), np.zeros((heads, angles)), []
+    key, value, write = np.zeros((ranks, heads, size)), np.zeros((ranks, heads, head_dim)), h
+    for t in range(len(x)):
+        angle = angle + dt[t][:, None] * np.pi * np.tanh(phi[t])
+        of = lambda weight, value, key: np.einsum("h,rhp,rhn->hpn", weight, value, key)
+        before = of(dt[t] - gamma[t], value, key)
+        key, value = rotated(B[t], angle), hidden[t] * up
+        write = of(gamma[t], value, key)
+        h = alpha[t][:, None, None] * (h + before) + write
+        y = np.einsum("hpn,rhn->rhp", h, rotated(C[t], angle)) + w["D"][:, None] * value
+        weight = w.get("norm.weight")
+        y = y if weight is None else rms(y, eps) * weight.reshape(heads, head_dim)
+        rows.append((y * silu(z[t] * gate) * down).sum(0))
+    angle = (angle + np.pi) % (2 * np.pi) - np.pi
+    left = [np.swapaxes(key, 0, 1).reshape(heads, -1), hidden[-1], gamma[-1][:, None], angle]
+    return linear(w, "out_proj", np.stack(rows).reshape(len(x), inner)), (h - write, np.concatenate(left, -1))
+
+
 def forgetting(q, k, v, decay, scale):
     """Linear attention whose keys' channels forget by factors `decay`; all `[T, H, ...]`."""
     state, rows = np.zeros((q.shape[1], k.shape[-1], v.shape[-1])), []

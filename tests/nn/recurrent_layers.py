@@ -31,6 +31,8 @@ def _case(layer, options, formulas, known, renamed=()):
 
 _MAMBA2_KNOWN = {"head_dim": 12, "groups": 2, "size": 6}
 _MAMBA2_OPTIONS = {"head_dim": 12, "num_groups": 2, "state_size": 6}
+_MAMBA3_KNOWN = {"head_dim": 12, "groups": 2, "size": 8, "angles": 2}
+_MAMBA3_OPTIONS = {"head_dim": 12, "num_groups": 2, "state_size": 8}
 _SWISH = {"g_norm.weight": "g_norm_swish_gate.weight"}
 
 _RANKS = {"decay_low_rank_dim": 3, "a_low_rank_dim": 5, "v_low_rank_dim": 7, "gate_low_rank_dim": 4}
@@ -43,6 +45,7 @@ ON_XLA = ("rwkv6", "rwkv7")
 LAYERS = {
     "mamba": _case(nn.Mamba1Mixer, {"state_size": 4}, published.mamba, {}),
     "mamba2": _case(nn.Mamba2Mixer, _MAMBA2_OPTIONS, published.mamba2, _MAMBA2_KNOWN),
+    "mamba3": _case(nn.Mamba3Mixer, _MAMBA3_OPTIONS, published.mamba3, _MAMBA3_KNOWN),
     "gla": _case(
         nn.GatedLinearAttention, {"num_heads": 4}, published.gla, {"heads": 4, "kv_heads": 4}, _SWISH
     ),
@@ -111,6 +114,18 @@ VARIANTS = {
         _MAMBA2_OPTIONS | {"use_norm": False, "use_conv_bias": False},
         published.mamba2,
         _MAMBA2_KNOWN,
+    ),
+    "mamba3, two ranks": _case(
+        nn.Mamba3Mixer,
+        _MAMBA3_OPTIONS | {"mimo_rank": 2},
+        published.mamba3,
+        _MAMBA3_KNOWN | {"ranks": 2},
+    ),
+    "mamba3, three ranks, a norm, all rotated": _case(
+        nn.Mamba3Mixer,
+        {"head_dim": 12, "state_size": 8, "mimo_rank": 3, "use_norm": True, "rope_fraction": 1.0, "min_rate": 0.5},
+        published.mamba3,
+        _MAMBA3_KNOWN | {"groups": 1, "angles": 4, "ranks": 3, "floor": 0.5},
     ),
     "gla, few kv heads, convolutions, no gate": _case(
         nn.GatedLinearAttention,

@@ -33,7 +33,8 @@ def test_equals_the_published_layer(name, enable_x64):
     assert weights.seen == set(weights)
     y, state = call(layer, x, layer.init_state(2))
     assert_close(y, np.stack([y for y, _ in expected]), name=name)
-    assert_close(state.recurrent, np.stack([state for _, state in expected]), name=f"{name}, state")
+    states = jax.tree.map(lambda *rows: np.stack(rows), *(state for _, state in expected))
+    jax.tree.map(lambda x, y: assert_close(x, y, name=f"{name}, state"), state.recurrent, states)
 
 
 @pytest.mark.slow

@@ -156,8 +156,8 @@ class LayerConfig:
     **Arguments:**
 
     - `mixer`: a key of `ejx.models.MIXERS`: `"attention"`, `"latent_attention"`, `"native_sparse_attention"`,
-        `"mamba1"`, `"mamba2"`, `"gated_linear_attention"`, `"lightning_attention"`, `"kimi_delta_attention"`, `"gated_delta_net"`,
-        `"gated_short_convolution"`, `"cross_layer_attention"`.
+        `"mamba1"`, `"mamba2"`, `"mamba3"`, `"gated_linear_attention"`, `"lightning_attention"`, `"kimi_delta_attention"`,
+        `"gated_delta_net"`, `"gated_short_convolution"`, `"cross_layer_attention"`.
     - `options`: a mapping with the arguments of the mixer's class in `ejx.nn`, except the width, dtypes, platform and key.
     - `mlp`: an `MLPConfig`, or a `MoEConfig` for a mixture of experts; `None` for no MLP, as in Mamba.
     - `norms`: the places of the norms:

@@ -19,6 +19,7 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "native_sparse_attention": _without_place(nn.NativeSparseAttention),
     "mamba1": _without_place(nn.Mamba1Mixer),
     "mamba2": _without_place(nn.Mamba2Mixer),
+    "mamba3": _without_place(nn.Mamba3Mixer),
     "gated_linear_attention": _without_place(nn.GatedLinearAttention),
     "lightning_attention": nn.LightningAttention,
     "kimi_delta_attention": _without_place(nn.KimiDeltaAttention),

@@ -28,6 +28,7 @@ from .latent_cache import LatentCache as LatentCache
 from .lightning_attention import LightningAttention as LightningAttention
 from .mamba1 import Mamba1Mixer as Mamba1Mixer
 from .mamba2 import Mamba2Mixer as Mamba2Mixer
+from .mamba3 import Mamba3Mixer as Mamba3Mixer
 from .moe import ExpertParallel as ExpertParallel
 from .moe import load_balancing_loss as load_balancing_loss
 from .moe import MixtureOfExperts as MixtureOfExperts

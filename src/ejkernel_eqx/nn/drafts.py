@@ -48,11 +48,11 @@ class Drafts(Module):
         stay = jnp.arange(self.num_tokens, dtype=jnp.int32)[None] < most[:, None]
         return Drafts(self.tokens, self.pending & like(stay, self.pending))
 
-    def replay(self, part: int, operation: Any, parameters: dict[str, Any], state: Array) -> Array:
+    def replay(self, part: int, operation: Any, parameters: dict[str, Any], state: Any) -> Any:
         """The state of a part after the pending tokens, for rows `[N, ...]` of a pool."""
         ids = jnp.where(self.pending, jnp.int32(0), jnp.int32(-1))
         _, new = operation(**self.tokens[part], **parameters, initial_state=state, segment_ids=ids)
-        return new.astype(state.dtype)
+        return jax.tree.map(lambda new, old: new.astype(old.dtype), new, state)
 
     def renewed(self, tokens: list[Tokens], batch: RaggedBatch) -> "Drafts":
         """Replaces the stored tokens by the new ones `[T, ...]`, all pending; by none for a sequence with too many."""

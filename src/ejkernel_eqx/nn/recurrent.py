@@ -58,8 +58,8 @@ class RecurrentLayer(Published):
         """The computation of the layer, on tokens with zeros at padding positions; the output, or several in a tuple."""
 
     @abc.abstractmethod
-    def _kept(self) -> tuple[Sequence[ShortConvolution], tuple[int, ...]]:
-        """The short convolutions, and the shape of the state of the recurrence, without leading axes."""
+    def _kept(self) -> tuple[Sequence[ShortConvolution], tuple[Any, ...]]:
+        """The short convolutions, and the shape of the state of the recurrence, without leading axes; of a tuple of states those of all."""
 
     @abc.abstractmethod
     def _projections(self) -> tuple[Any, ...]:
@@ -70,7 +70,8 @@ class RecurrentLayer(Published):
 
     def _state_shapes(self, batch: tuple[int, ...]) -> list[tuple[int, ...]]:
         convolutions, recurrent = self._kept()
-        shapes = [*((layer.width - 1, layer.channels) for layer in convolutions), recurrent]
+        recurrent = (recurrent,) if isinstance(recurrent[0], int) else recurrent
+        shapes = [*((layer.width - 1, layer.channels) for layer in convolutions), *recurrent]
         return [(*batch, *shape) for shape in shapes]
 
     def init_state(
@@ -91,15 +92,18 @@ class RecurrentLayer(Published):
             the number of tokens that one call verifies, including the certain one before the drafts.
         """
         batch = read_batch_shape(batch_shape)
-        *conv, recurrent = self._state_shapes(batch)
+        shapes, count = self._state_shapes(batch), len(self._kept()[0])
         stored = self._stored_dtype()
         dtype = stored if dtype is None else read_dtype("dtype", dtype)
         # A short convolution in the place of the recurrence keeps inputs, as others do.
         is_short = isinstance(self.recurrence, CausalConv1d)
         wide = dtype if is_short else self.recurrence.state_dtype or accumulator(stored)
+        # Beside its matrix, a state in two parts has numbers that are not rounded.
+        dtypes = wide, *(accumulator(stored) for _ in shapes[count + 1 :])
+        parts = tuple(jnp.zeros(shape, own) for shape, own in zip(shapes[count:], dtypes, strict=True))
         state = RecurrentState(
-            conv=tuple(jnp.zeros(shape, dtype) for shape in conv),
-            recurrent=jnp.zeros(recurrent, wide),
+            conv=tuple(jnp.zeros(shape, dtype) for shape in shapes[:count]),
+            recurrent=parts if len(parts) > 1 else parts[0],
         )
         count = read_count("num_draft_tokens", num_draft_tokens)
         if not count:
@@ -235,7 +239,7 @@ class RecurrentLayer(Published):
             raise ValueError(
                 f"state: expected a RecurrentState or None, received {type(state).__name__}; build it with init_state."
             )
-        arrays = (*state.conv, state.recurrent)
+        arrays = (*state.conv, *(state.recurrent if isinstance(state.recurrent, tuple) else (state.recurrent,)))
         found = tuple(read_array("state", a, "floats", "as init_state makes them").shape for a in arrays)
         expected = tuple(self._state_shapes(batch))
         if found != expected:
@@ -252,16 +256,17 @@ class RecurrentLayer(Published):
                 f"state: expected a RecurrentState with a batch, one slot per sequence, received {type(state).__name__}; build it with "
                 "init_state(num_slots)."
             )
-        if state.recurrent.ndim == 0 or state.recurrent.shape[0] == 0:
+        shape = _shape_of(state)
+        if shape[:1] in ((), (0,)):
             raise ValueError(
-                f"state: expected a pool with slots, received shape {state.recurrent.shape}; build it with init_state(num_slots)."
+                f"state: expected a pool with slots, received shape {shape}; build it with init_state(num_slots)."
             )
-        self._check_state(state, state.recurrent.shape[:1])
+        self._check_state(state, shape[:1])
         if batch.state_indices is None:
             raise ValueError(
                 "batch: expected state_indices, the slot of each sequence's state, received None; pass state_indices= to RaggedBatch.build."
             )
-        check_slots("batch.state_indices", batch.state_indices, state.recurrent.shape[0])
+        check_slots("batch.state_indices", batch.state_indices, shape[0])
         return x, state
 
     def _mix_ragged(
@@ -275,7 +280,7 @@ class RecurrentLayer(Published):
         x, slots = clear(x, batch.is_real), batch.state_indices
         beside = {name: clear(other, batch.is_real) for name, other in beside.items()}
         new = new_tokens(batch)
-        there = (new > 0) & (slots >= 0) & (slots < pool.recurrent.shape[0])
+        there = (new > 0) & (slots >= 0) & (slots < _shape_of(pool)[0])
         starts = jnp.zeros_like(there) if batch.of_rows else batch.lengths <= new
         # The slot of each sequence, the one to read from, and the one to clear first; -1 for none.
         kept, entering, starting = (
@@ -306,6 +311,11 @@ def _rows_of(x: Array, state: RecurrentState | None, tokens: dict[str, Any]) -> 
     ids = ids_of(tokens["segment_ids"], tokens["padding_mask"])
     real = None if ids is None else ids >= 0
     return Rows(axis, state, real, ids, step=state is not None and x.shape[-2] == 1)
+
+
+def _shape_of(state: RecurrentState) -> tuple[int, ...]:
+    """Of the recurrent state, of a tuple that of the first."""
+    return jax.tree.leaves(state.recurrent)[0].shape
 
 
 def _take(pool: Array, slots: Array) -> Array:

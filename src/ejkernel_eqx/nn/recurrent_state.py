@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -24,13 +25,13 @@ class RecurrentState(Module):
     with batch shape `(layers, B)` can be scanned over together with stacked layers.
 
     - `conv`: for each short convolution of the layer, its last $W - 1$ inputs `[..., W - 1, C]`, oldest first.
-    - `recurrent`: the state of the recurrence, in the shape of the operation.
+    - `recurrent`: the state of the recurrence, in the shape of the operation: an array, or a tuple of them.
     - `drafts`: for a pool with `num_draft_tokens`, the last new tokens. They can still be rolled back, and are not part
         of the other two fields yet. Otherwise `None`.
     """
 
     conv: tuple[Float[Array, "... W-1 C"], ...]
-    recurrent: Float[Array, "..."]
+    recurrent: Any
     drafts: Drafts | None = None
 
     def accept(self, accepted: Int[Numbers, " N"], batch: RaggedBatch) -> "RecurrentState":
@@ -71,8 +72,8 @@ class Rows:
     """Other features of the tokens, with zeros at padding positions, of layers that take some."""
     given: list[dict[str, Array]] = dataclasses.field(default_factory=list)
     """The inputs of each part so far."""
-    _before: list[Array | None] = dataclasses.field(default_factory=list)
-    _left: list[Array] = dataclasses.field(default_factory=list)
+    _before: list[Any] = dataclasses.field(default_factory=list)
+    _left: list[Any] = dataclasses.field(default_factory=list)
 
     def normalises(self, recurrence: Any, *layers: ShortConvolution) -> bool:
         """Returns whether short convolutions can normalise the heads of queries and keys in their pass over memory, for a recurrence that does so
@@ -125,9 +126,8 @@ class Rows:
             out, new = operation.step(**now, **parameters, state=old, state_indices=self.slots)
             out = jnp.expand_dims(out, self.tokens_axis)
             if self.real is not None:  # padding leaves the state unchanged
-                assert old is not None
-                real = self.real.reshape(*self.real.shape[:-1], *(1,) * (new.ndim - self.tokens_axis))
-                new = jnp.where(real, new, old)
+                real = jnp.squeeze(self.real, -1)
+                new = jax.tree.map(lambda new, old: jnp.where(like_rows(real, new), new, old), new, old)
         else:
             packing = {"segment_ids": self.segment_ids, "cu_seqlens": self.cu_seqlens}
             out, new = operation(**tokens, **parameters, initial_state=old, **packing)
@@ -145,5 +145,6 @@ class Rows:
             return self.left
         few = new_tokens(batch) <= self.state.drafts.num_tokens
         pairs = [(old, new) for old, new in zip(self._before, self._left, strict=True) if old is not None]
-        parts = [jnp.where(like_rows(few, new), old, new.astype(old.dtype)) for old, new in pairs]
+        keep = lambda old, new: jnp.where(like_rows(few, new), old, new.astype(old.dtype))
+        parts = [jax.tree.map(keep, old, new) for old, new in pairs]
         return RecurrentState(tuple(parts[:-1]), parts[-1], self.state.drafts.renewed(self.given, batch))
