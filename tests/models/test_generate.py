@@ -57,6 +57,15 @@ def test_greedy_texts_of_prompts_of_any_length(model):
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_greedy_texts_of_a_state_in_parts(ranks):
+    layer = LayerConfig("mamba3", {"head_dim": 8, "state_size": 8, "mimo_rank": ranks}, MLPConfig(24))
+    model = Decoder(DecoderConfig(20, 16, (ATTENTION, layer)), key=jax.random.key(5))
+    expected = [greedy(model, prompt, 7) for prompt in PROMPTS]
+    assert generate(model, PROMPTS, max_new_tokens=7).texts() == expected
+
+
 def test_any_number_of_new_tokens_is_one_program(model):
     with compilations():
         seven = generate(model, PROMPTS, max_new_tokens=7)

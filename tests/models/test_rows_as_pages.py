@@ -27,6 +27,7 @@ LATENT = LayerConfig("latent_attention", {"num_heads": 2, "v_head_dim": 16, **LA
 GIVING = dataclasses.replace(FULL, gives_keys=True)
 SHARED = LayerConfig("cross_layer_attention", HEADS | ROPE | {"qk_norm": True}, MLPConfig(24), keys_of=1)
 MAMBA = LayerConfig("mamba2", {"head_dim": 8, "state_size": 8})
+MAMBA3 = LayerConfig("mamba3", {"head_dim": 8, "state_size": 8})
 CONFIGS = {
     "attention": DecoderConfig(40, 32, (FULL,) * 2),
     "window": DecoderConfig(40, 32, (LOCAL, FULL)),
@@ -34,7 +35,7 @@ CONFIGS = {
     "shared keys": DecoderConfig(40, 32, (FULL, GIVING, SHARED, SHARED)),
     "latent": DecoderConfig(40, 32, (LATENT,) * 2),
     "short": DecoderConfig(40, 32, (FULL, DELTA)),
-    "states": DecoderConfig(40, 32, (MAMBA,) * 2),
+    "states": DecoderConfig(40, 32, (MAMBA, MAMBA3)),
 }
 DECODED = [name for name in CONFIGS if name != "short"]  # "hybrid" has its layers
 ROWS = 3

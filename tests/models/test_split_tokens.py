@@ -27,6 +27,7 @@ MIXERS: dict[str, dict[str, Any]] = {
     "attention": {"num_heads": 4, "num_kv_heads": 2, "rope": ejx.nn.RotaryEmbedding(8), "qk_norm": True},
     "mamba1": {},
     "mamba2": {"head_dim": 8, "state_size": 8},
+    "mamba3": {"head_dim": 8, "state_size": 8, "mimo_rank": 2},
     "gated_linear_attention": {"num_heads": 4, "num_kv_heads": 2},
     "lightning_attention": {"num_heads": 4},
     "kimi_delta_attention": {"num_heads": 2, "head_dim": 8},

@@ -21,6 +21,7 @@ LINEARS = {
     "attention": "q_proj k_proj v_proj o_proj".split(),
     "mamba": "in_proj x_proj dt_proj out_proj".split(),
     "mamba2": "in_proj out_proj".split(),
+    "mamba3": "in_proj out_proj".split(),
     "gla": "q_proj k_proj v_proj g_proj gk_proj.0 gk_proj.1 o_proj".split(),
     "lightning": "qkv_proj output_gate out_proj".split(),
     "kimi": "q_proj k_proj v_proj f_a_proj f_b_proj b_proj g_a_proj g_b_proj o_proj".split(),

@@ -26,6 +26,7 @@ LAYERS: dict[str, Any] = {
     "mamba1": functools.partial(ejx.nn.Mamba1Mixer, 8, state_size=4),
     "mamba2": functools.partial(ejx.nn.Mamba2Mixer, 8, state_size=4, head_dim=4),
     "rwkv6": functools.partial(ejx.nn.RWKV6TimeMix, 8, num_heads=2),
+    "mamba3": functools.partial(ejx.nn.Mamba3Mixer, 8, state_size=4, head_dim=4, mimo_rank=2),
     "rwkv7": functools.partial(ejx.nn.RWKV7TimeMix, 8, head_dim=4, value_residual=False),
     "rwkv7 channels": functools.partial(ejx.nn.RWKV7ChannelMix, 8),
 }
@@ -59,7 +60,7 @@ def test_numbers_of_one_device(name, platform):
             call = jax.shard_map(call, mesh=mesh, in_specs=(P(), tokens, tokens), out_specs=(tokens, P()))
         y, state = call(arrays, x, mask)
         y = jnp.where(mask[..., None], y, 0)
-        return jnp.sum(y * weight) + jnp.sum(state.recurrent), (y, state)
+        return jnp.sum(y * weight) + sum(jnp.sum(x) for x in jax.tree.leaves(state.recurrent)), (y, state)
 
     results = []
     for axis in (None, AXIS):

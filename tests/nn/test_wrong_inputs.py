@@ -193,6 +193,7 @@ MAKE: dict[str, tuple[Any, dict[str, Any]]] = {
     "attention": (nn.MultiHeadAttention, {"num_heads": 4}),
     "mamba": (nn.Mamba1Mixer, {}),
     "mamba2": (nn.Mamba2Mixer, {"head_dim": 12}),
+    "mamba3": (nn.Mamba3Mixer, {"head_dim": 12}),
     "gla": (nn.GatedLinearAttention, {"num_heads": 4}),
     "lightning": (nn.LightningAttention, {"num_heads": 4}),
     "kimi": (nn.KimiDeltaAttention, {"num_heads": 2, "head_dim": 8}),
@@ -248,6 +249,15 @@ OPTIONS: dict[str, list[tuple[str, tuple[Any, ...]]]] = {
         ("norm_group_size", (0, 7)),
         ("multipliers", ((1.0, 2.0), [1.0] * 5)),
         ("norm_eps", EPS),
+    ],
+    "mamba3": [
+        ("head_dim", (*SIZE, 7)),
+        ("state_size mimo_rank", SIZE),
+        ("num_groups", (0, 3)),
+        ("expand", FACTOR),
+        ("rope_fraction", (0.0, 1.5, "all", None)),
+        ("use_norm", FLAG),
+        ("norm_eps min_rate", EPS),
     ],
     "gla": [
         ("num_heads conv_width gate_low_rank_dim", SIZE),

@@ -143,6 +143,22 @@ CALLS = {
         lambda: ssd(x, dt, A, B, B, initial_state=f32(2, 4, 6, 5)),
         r"the layout is \[..., H P N\]",
     ),
+    "Mamba-3's groups": (lambda: trapezoid(B=f32(2, T, 3, 6)), "B: expected a number of heads that divides"),
+    "Mamba-3's angles": (lambda: trapezoid(angles=f32(2, T, 4, 4)), "angles: expected one for each of at most"),
+    "Mamba-3's bias": (lambda: trapezoid(B_bias=f32(4, 6)), r"B_bias: expected shape \[4, 1, 6\]"),
+    "ranks": (
+        lambda: trapezoid(mimo_x=f32(4, 2, 5)),
+        r"B: expected shape \[2, 3, 2, G, N\], received \(2, 3, 2, 6\)",
+    ),
+    "no rank": (lambda: trapezoid(mimo_x=f32(4, 0, 5)), "mimo_x: expected at least one rank"),
+    "no pair of Mamba-3": (
+        lambda: trapezoid(initial_state=f32(2, 4, 5, 6)),
+        "initial_state: expected a pair, S and what the last token leaves, received",
+    ),
+    "what a token leaves": (
+        lambda: trapezoid(initial_state=(f32(2, 4, 5, 6), f32(2, 4, 13))),
+        r"initial_state: expected shape \[2, 4, 15\], received \(2, 4, 13\)",
+    ),
     "rows of slots": (
         lambda: gla.step(q, k, v, key, f32(4, 2, 6, 5), state_indices=jnp.zeros((2, 3), int)),
         r"state_indices: expected operands with one axis of rows, .* received leading axes \(2, 3\)",
@@ -155,6 +171,11 @@ CALLS = {
     "pool": (lambda: step(f32(2, 6, 5), **slots), r"state: expected shape \[slots, 2, 6, 5\]"),
     "step's state": (lambda: step(state[0]), r"state: expected shape \[3, 2, 6, 5\], received \(2, 6, 5\)"),
 }
+
+
+def trapezoid(**named):
+    arrays = {"x": x, "dt": dt, "g": -dt, "B": B, "C": named.get("B", B), "trap": dt, "angles": f32(2, T, 1, 3)}
+    return ejx.StateSpaceV3()(**(arrays | named))
 
 
 def step(state, **named):
@@ -175,12 +196,13 @@ GROWING = {
     "channels": lambda g: kda(q, k, v, g, scalar),
     "gated": lambda g: gla(q, k, v, g),
     "rank one": lambda g: dplr(q, k, v, k, k, g),
+    "trapezoid": lambda g: ejx.StateSpaceV3()(k, scalar, g[..., 0], k, k, scalar, k[..., :3]),
 }
 
 
 @pytest.mark.parametrize("name", GROWING)
 def test_known_decays_that_grow_are_refused(name):
-    argument = "g" if name in ("channels", "gated", "rank one") else name
+    argument = "g" if name in ("channels", "gated", "rank one", "trapezoid") else name
     with pytest.raises(ValueError, match=f"{argument}: expected log-decays of at most 0, received 0.25"):
         GROWING[name](jnp.full_like(k, -1.0).at[0, 1].set(0.25))
 

@@ -162,7 +162,7 @@ def pooled(case, formula):
 
 
 @pytest.mark.slow
-@cases("linear normalized", "gated delta bounded", "state space group norm")
+@cases("linear normalized", "gated delta bounded", "state space group norm", "trapezoid ranks")
 def test_offsets_into_a_pool(case):
     """Packed sequences begin with the states in their slots and leave theirs there; without a slot from zero, and nothing is left."""
     offsets, slots = jnp.asarray(OFFSETS), jnp.asarray(SLOTS)
@@ -209,6 +209,7 @@ def test_rates_without_bound(name):
     "gated delta bounded",
     "delta product gated",
     "state space group norm",
+    "trapezoid ranks",
 )
 def test_offsets_on_interpreted_kernels(case):
     """The same through the kernels that the compiler cannot see into, from whose padding nothing may leak."""
@@ -299,7 +300,14 @@ def test_no_token_leaves_the_state(case):
 
 
 @pytest.mark.slow
-@cases("linear constant", "kernel delta softplus", "dplr", "delta product gated", "state space group norm")
+@cases(
+    "linear constant",
+    "kernel delta softplus",
+    "dplr",
+    "delta product gated",
+    "state space group norm",
+    "trapezoid",
+)
 def test_vmap_with_shared_arguments(case):
     """A mapped axis is a leading one, whichever arguments have it; what is not mapped takes the sum of gradients."""
     module = case.module()

@@ -23,6 +23,7 @@ OPERATIONS = (
     "dplr_delta_rule",
     "rwkv7",
     "state_space_v2",
+    "state_space_v3",
 )
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},

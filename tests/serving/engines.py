@@ -35,6 +35,7 @@ MIXERS: dict[str, tuple[str, dict[str, Any]]] = {
     "nsa": ("native_sparse_attention", {**HEADS, "rope": ROPE}),
     "mamba1": ("mamba1", {}),
     "mamba2": ("mamba2", {"head_dim": 8, "state_size": 16}),
+    "mamba3": ("mamba3", {"head_dim": 8, "state_size": 16, "mimo_rank": 2}),
     "gla": ("gated_linear_attention", HEADS),
     "delta": ("gated_delta_net", {"num_k_heads": 2, "head_dim": 8}),
     "kda": ("kimi_delta_attention", {"num_heads": 4, "head_dim": 8}),

@@ -14,6 +14,7 @@ MIXERS = (
     "short,attention",
     "mamba1,attention",
     "mamba2,attention",
+    "mamba3,attention",
     "delta,attention",
     "kda,mla",
 )

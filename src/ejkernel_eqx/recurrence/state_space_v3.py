@@ -209,8 +209,9 @@ class StateSpaceV3(Recurrence):
             x = x[..., None, :, :]
             if inputs.mimo_x is None:
                 return x
-            factors = jnp.swapaxes(inputs.mimo_x, 0, 1)
-            return (wide(x) * like(wide(factors).astype(wide(x).dtype), x)).astype(x.dtype)
+            factors = jnp.swapaxes(inputs.mimo_x, 0, 1).astype(wide(x).dtype)
+            # Masked, because the gradient that a kernel leaves at padding must not reach the factors.
+            return frame.mask((wide(x) * like(factors, x)).astype(x.dtype))
 
         v, v_before = by_rank(x), by_rank(x_before)
         unrolled = _unrolled(frame, ranks)
