@@ -106,7 +106,11 @@ CALLS: dict[str, tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]] = {
         (q, dt[:, :2], A[:2, 0], B[:, None], C[:, None]),
         dict(norm_weight=normal(1, 2, 8)),
     ),
-    "state_space_v3": (dict(interleaved=False), (q, dt[:, :2], g[..., 0], k, q, dt[:, 2:], q[..., :2]), {}),
+    "state_space_v3": (
+        dict(interleaved=False),
+        (q, dt[:, :2], g[..., 0], k[:, None], q[:, None], dt[:, 2:], q[..., :2]),
+        {},
+    ),
     "unified_attention": (dict(logits_soft_cap=2.0), (q, cache()), starts | dict(alibi_slopes=jnp.ones(2))),
 }
 

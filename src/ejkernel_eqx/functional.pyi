@@ -1315,8 +1315,8 @@ def state_space_v3(
     x: Float[AnyArray, '*B T H P'],
     dt: Float[AnyArray, '*B T H'],
     g: Float[AnyArray, '*B T H'],
-    B: Float[AnyArray, '*B T *M G N'],
-    C: Float[AnyArray, '*B T *M G N'],
+    B: Float[AnyArray, '*B T M G N'],
+    C: Float[AnyArray, '*B T M G N'],
     trap: Float[AnyArray, '*B T H'],
     angles: Float[AnyArray, '*B T H J'],
     *,
@@ -1334,7 +1334,7 @@ def state_space_v3(
     state_dtype: DTypeLike | None = None,
     platform: PlatformLike | None = None,
     config: Any | None = None,
-) -> tuple[Float[Array, '*B T *M H P'], FinalState]: ...
+) -> tuple[Float[Array, '*B T M H P'], FinalState]: ...
 
 @overload
 def unified_attention(

@@ -123,7 +123,14 @@ VARIANTS = {
     ),
     "mamba3, three ranks, a norm, all rotated": _case(
         nn.Mamba3Mixer,
-        {"head_dim": 12, "state_size": 8, "mimo_rank": 3, "use_norm": True, "rope_fraction": 1.0, "min_rate": 0.5},
+        {
+            "head_dim": 12,
+            "state_size": 8,
+            "mimo_rank": 3,
+            "use_norm": True,
+            "rope_fraction": 1.0,
+            "min_rate": 0.5,
+        },
         published.mamba3,
         _MAMBA3_KNOWN | {"groups": 1, "angles": 4, "ranks": 3, "floor": 0.5},
     ),

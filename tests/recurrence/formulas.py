@@ -181,11 +181,22 @@ def trapezoid(interleaved=True):
     """Mamba-3: `h` and what the rule takes of the token before, which a state has apart."""
 
     def formula(
-        ids, state, x, dt, g, B, C, trap, angles, B_bias: Any = None, C_bias: Any = None, D: Any = None, mimo_x: Any = None
+        ids,
+        state,
+        x,
+        dt,
+        g,
+        B,
+        C,
+        trap,
+        angles,
+        B_bias: Any = None,
+        C_bias: Any = None,
+        D: Any = None,
+        mimo_x: Any = None,
     ):
         heads, channels = x.shape[1:]
         pairs = angles.shape[-1]
-        B, C = (y if y.ndim == 4 else y[:, None] for y in (B, C))
         ranks, size = B.shape[1], B.shape[-1]
         many = lambda y, axis: jnp.repeat(y, heads // y.shape[axis], axis=axis).astype(jnp.float64)
         B, C, angles = many(B, 2), many(C, 2), many(angles, 1)
@@ -212,7 +223,7 @@ def trapezoid(interleaved=True):
             *old, latest = carry
             x, dt, g, B, C, trap, omega, ident = now
             fresh = (ident >= 0) & (latest >= 0) & (ident != latest)
-            h, k, before, weight, angle = (jnp.where(fresh, 0.0, y) for y in old)
+            h, k, before, _, angle = (jnp.where(fresh, 0.0, y) for y in old)
             angle = angle + dt[:, None] * omega
             angle = (angle + jnp.pi) % (2 * jnp.pi) - jnp.pi
             B, C = turned(B, angle), turned(C, angle)
@@ -229,6 +240,6 @@ def trapezoid(interleaved=True):
         (h, k, before, weight, angle, _), y = jax.lax.scan(token, start, (x, dt, g, B, C, trap, angles, ids))
         k_flat = k.swapaxes(0, 1).reshape(heads, ranks * size)
         last = jnp.concatenate([k_flat, before, weight[:, None], angle], -1)
-        return y[:, 0] if mimo_x is None else y, (h - write(weight, before, k), last)
+        return y, (h - write(weight, before, k), last)
 
     return formula

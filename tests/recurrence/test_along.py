@@ -44,7 +44,8 @@ MAMBA = {"x": normal(5, 2, T, 6), "dt": 0.3 * normal(6, 2, T, 6), "A": -jnp.exp(
     "B": normal(8, 2, T, D),
     "C": normal(9, 2, T, D),
 }
-MAMBA3 = {name: SSD[name] for name in "xBC"} | {"dt": jnp.abs(SSD["dt"]), "g": decay(23, 2, T, 4)}
+MAMBA3 = {name: SSD[name][:, :, None] for name in "BC"}
+MAMBA3 |= {"x": SSD["x"], "dt": jnp.abs(SSD["dt"]), "g": decay(23, 2, T, 4)}
 MAMBA3 |= {"trap": jax.nn.sigmoid(normal(24, 2, T, 4)), "angles": 3 * normal(25, 2, T, 4, 2)}
 # The operation, its arguments, those without a token axis, and whether it can be reversed.
 CASES: dict[str, Any] = {

@@ -143,17 +143,23 @@ CALLS = {
         lambda: ssd(x, dt, A, B, B, initial_state=f32(2, 4, 6, 5)),
         r"the layout is \[..., H P N\]",
     ),
-    "Mamba-3's groups": (lambda: trapezoid(B=f32(2, T, 3, 6)), "B: expected a number of heads that divides"),
-    "Mamba-3's angles": (lambda: trapezoid(angles=f32(2, T, 4, 4)), "angles: expected one for each of at most"),
+    "Mamba-3's groups": (
+        lambda: trapezoid(B=f32(2, T, 1, 3, 6)),
+        "B: expected at least one rank, and a head",
+    ),
+    "Mamba-3's angles": (
+        lambda: trapezoid(angles=f32(2, T, 4, 4)),
+        "angles: expected at most one for each pair",
+    ),
     "Mamba-3's bias": (lambda: trapezoid(B_bias=f32(4, 6)), r"B_bias: expected shape \[4, 1, 6\]"),
     "ranks": (
         lambda: trapezoid(mimo_x=f32(4, 2, 5)),
-        r"B: expected shape \[2, 3, 2, G, N\], received \(2, 3, 2, 6\)",
+        r"mimo_x: expected shape \[4, 1, 5\], received \(4, 2, 5\)",
     ),
-    "no rank": (lambda: trapezoid(mimo_x=f32(4, 0, 5)), "mimo_x: expected at least one rank"),
+    "no rank": (lambda: trapezoid(B=f32(2, T, 0, 2, 6)), "B: expected at least one rank"),
     "no pair of Mamba-3": (
         lambda: trapezoid(initial_state=f32(2, 4, 5, 6)),
-        "initial_state: expected a pair, S and what the last token leaves, received",
+        r"initial_state: expected a pair \(S, last\), received",
     ),
     "what a token leaves": (
         lambda: trapezoid(initial_state=(f32(2, 4, 5, 6), f32(2, 4, 13))),
@@ -174,7 +180,15 @@ CALLS = {
 
 
 def trapezoid(**named):
-    arrays = {"x": x, "dt": dt, "g": -dt, "B": B, "C": named.get("B", B), "trap": dt, "angles": f32(2, T, 1, 3)}
+    arrays = {
+        "x": x,
+        "dt": dt,
+        "g": -dt,
+        "B": B[:, :, None],
+        "C": named.get("B", B[:, :, None]),
+        "trap": dt,
+        "angles": f32(2, T, 1, 3),
+    }
     return ejx.StateSpaceV3()(**(arrays | named))
 
 
@@ -196,7 +210,9 @@ GROWING = {
     "channels": lambda g: kda(q, k, v, g, scalar),
     "gated": lambda g: gla(q, k, v, g),
     "rank one": lambda g: dplr(q, k, v, k, k, g),
-    "trapezoid": lambda g: ejx.StateSpaceV3()(k, scalar, g[..., 0], k, k, scalar, k[..., :3]),
+    "trapezoid": lambda g: ejx.StateSpaceV3()(
+        k, scalar, g[..., 0], k[:, :, None], k[:, :, None], scalar, k[..., :3]
+    ),
 }
 
 

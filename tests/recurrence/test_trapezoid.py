@@ -34,22 +34,22 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("ranks", PUBLISHED)
 def test_numbers_of_published_code(ranks, enable_x64):
-    random, several = np.random.default_rng(3), () if ranks is None else (ranks,)
+    random, several = np.random.default_rng(3), ranks or 1
     normal = lambda *shape: jnp.asarray(random.standard_normal(shape))
     x, dt, g = normal(T, H, P), jnp.abs(normal(T, H)), -jnp.abs(normal(T, H))
-    B, C, trap, angles = normal(T, *several, 1, N), normal(T, *several, 1, N), normal(T, H), normal(T, H, 2)
-    shared = {name: normal(H, ranks or 1, N) for name in ("B_bias", "C_bias")} | {"D": normal(H)}
+    B, C, trap, angles = normal(T, several, 1, N), normal(T, several, 1, N), normal(T, H), normal(T, H, 2)
+    shared = {name: normal(H, several, N) for name in ("B_bias", "C_bias")} | {"D": normal(H)}
     shared |= {} if ranks is None else {"mimo_x": normal(H, ranks, P)}
     z = normal(T, H, P)
     call = quick(ejx.StateSpaceV3(platform="xla").__call__)
     y, (S, last) = call(x, dt, g, B, C, jax.nn.sigmoid(trap), jnp.pi * jnp.tanh(angles), **shared)
     factors = shared.get("mimo_x", jnp.ones((H, 1, P)))
     if ranks is None:
-        y = y * jax.nn.silu(z)
+        y = y[:, 0] * jax.nn.silu(z)
     else:
         gate, out = normal(H, ranks, P), normal(H, ranks, P)
         y = jnp.einsum("trhp,hrp->thp", y * jax.nn.silu(jnp.einsum("thp,hrp->trhp", z, gate)), out)
-    size = (ranks or 1) * N
+    size = several * N
     key, value, weight = last[:, :size].reshape(H, -1, N), last[:, size : size + P], last[:, size + P]
     h = S + jnp.einsum("h,hrp,hrn->hpn", weight, value[:, None] * factors, key)
     expected = [np.reshape(x, like.shape) for x, like in zip(PUBLISHED[ranks], (y, h))]

@@ -133,7 +133,11 @@ class Mamba3Mixer(RecurrentLayer):
         self.recurrence = parts.operation(StateSpaceV3, state_dtype, config, interleaved=mimo_rank is None)
         self.embed_dim, self.inner_dim, self.compute_dtype = embed_dim, inner, parts.compute_dtype
         self.num_heads, self.num_groups, self.state_size = heads, num_groups, state_size
-        self.num_angles, self.mimo_rank, self.min_rate = angles, None if mimo_rank is None else ranks, float(min_rate)
+        self.num_angles, self.mimo_rank, self.min_rate = (
+            angles,
+            None if mimo_rank is None else ranks,
+            float(min_rate),
+        )
 
     def _projections(self) -> tuple[Any, ...]:
         return self.in_proj, self.out_proj
@@ -151,21 +155,23 @@ class Mamba3Mixer(RecurrentLayer):
         dt, A, trap, angles = jnp.split(wide(rates), [heads, 2 * heads, 3 * heads], axis=-1)
         dt = softplus(dt + like(self.dt_bias.astype(dt.dtype), dt))
         A = jnp.minimum(-softplus(A), jnp.asarray(-self.min_rate, dt.dtype))
-        groups = (self.num_groups,) if self.mimo_rank is None else (ranks, self.num_groups)
-        B, C = (part.reshape(*part.shape[:-1], *groups, self.state_size) for part in jnp.split(BC, 2, axis=-1))
+        groups = ranks, self.num_groups, self.state_size
+        B, C = (part.reshape(*part.shape[:-1], *groups) for part in jnp.split(BC, 2, axis=-1))
         tokens = {"x": split_heads(x, heads), "dt": dt, "g": dt * A, "B": self.B_norm(B), "C": self.C_norm(C)}
         tokens |= {"trap": jax.nn.sigmoid(trap), "angles": math.pi * jnp.tanh(angles)[..., None, :]}
         parameters = {"B_bias": self.B_bias, "C_bias": self.C_bias, "D": self.D, "mimo_x": self.mimo_x}
-        y, z = rows.run(self.recurrence, tokens, parameters), split_heads(z, heads)
-        z = z if self.mimo_z is None else _each(wide(z)[..., None, :, :], self.mimo_z).astype(z.dtype)
+        y = rows.run(self.recurrence, tokens, parameters)
+        z = _each(split_heads(z, heads)[..., None, :, :], self.mimo_z)
         if self.norm is None:
             y = silu_gated(y, z)
         else:
-            y = wide(split_heads(self.norm(merge_heads(y), merge_heads(z)), heads))
-        y = y if self.mimo_o is None else jnp.sum(_each(y, self.mimo_o), axis=-3)
-        return project("out_proj", self.out_proj, merge_heads(y.astype(x.dtype)), self.embed_dim)
+            y = split_heads(self.norm(merge_heads(y), merge_heads(z)), heads)
+        y = jnp.sum(_each(wide(y), self.mimo_o), axis=-3).astype(x.dtype)
+        return project("out_proj", self.out_proj, merge_heads(y), self.embed_dim)
 
 
-def _each(x: Array, factors: Array) -> Array:
+def _each(x: Array, factors: Array | None) -> Array:
     """`x [..., M or 1, H, P]` times `factors [H, M, P]`."""
-    return x * like(jnp.swapaxes(factors, 0, 1).astype(x.dtype), x)
+    if factors is None:
+        return x
+    return (wide(x) * like(jnp.swapaxes(factors, 0, 1).astype(wide(x).dtype), x)).astype(x.dtype)

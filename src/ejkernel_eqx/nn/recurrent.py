@@ -239,7 +239,10 @@ class RecurrentLayer(Published):
             raise ValueError(
                 f"state: expected a RecurrentState or None, received {type(state).__name__}; build it with init_state."
             )
-        arrays = (*state.conv, *(state.recurrent if isinstance(state.recurrent, tuple) else (state.recurrent,)))
+        arrays = (
+            *state.conv,
+            *(state.recurrent if isinstance(state.recurrent, tuple) else (state.recurrent,)),
+        )
         found = tuple(read_array("state", a, "floats", "as init_state makes them").shape for a in arrays)
         expected = tuple(self._state_shapes(batch))
         if found != expected:

@@ -99,6 +99,17 @@ def build_step(frame: Frame, operands: Operands, state: Any) -> tuple[StepArrays
     return frame.as_rows(arrays)._replace(skip=skip, indices=indices), spec
 
 
+def read_pair(name: str, state: Any, form: str) -> tuple[Any, Any]:
+    """Both parts of a state of the form `form`, `None` if there is none."""
+    if state is None:
+        return None, None
+    if not isinstance(state, tuple | list) or len(state) != 2:
+        raise ValueError(
+            f"{name}: expected a pair {form}, received {type(state).__name__}; every call returns both."
+        )
+    return state[0], state[1]
+
+
 def check_heads(operands: Operands) -> int:
     """The number of state heads. Every head count must divide the largest, and those of the state's operands the state's."""
     counts = {name: getattr(operands, name).shape[-2] for name in ("q", "k", "v")}

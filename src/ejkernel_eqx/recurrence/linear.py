@@ -13,7 +13,7 @@ from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.arguments import array, fitting, wide
 from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
-from .arguments import check_scale, Frame, log_decays, Operands, step_frame_of
+from .arguments import check_scale, Frame, log_decays, Operands, read_pair, step_frame_of
 from .heads import repeat_heads
 from .operation import Recurrence
 from .spec import CONSTANT, KEY, NONE, SCALAR, VALUE
@@ -182,13 +182,10 @@ def _decay(
 
 def _pair(name: str, state: Any, k: AnyArray) -> tuple[Array | None, Array | None]:
     """`S`, and `z` with one value channel, as the state of a recurrence whose values are ones."""
+    values, weights = read_pair(name, state, "(S, z) with normalize=True")
     if state is None:
         return None, None
-    if not isinstance(state, tuple | list) or len(state) != 2:
-        raise ValueError(
-            f"{name}: expected a pair (S, z) with normalize=True, received {type(state).__name__}; every call returns both."
-        )
-    values, weights = state[0], array(name, state[1], "H D")
+    weights = array(name, weights, "H D")
     if weights.shape[-2:] != k.shape[-2:]:
         raise ValueError(
             f"{name}: expected z of shape [..., {', '.join(map(str, k.shape[-2:]))}], as k, received {weights.shape}; every call returns S and z."

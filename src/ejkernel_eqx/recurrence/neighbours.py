@@ -31,8 +31,6 @@ class Neighbours:
     before: Array | None = None  # int32 [*, T]: places of the tokens before; past the end: none
     last: Array | None = None  # int32 [*, 1] or [N]: places of the last tokens
     sequence: Array | None = None  # int32 [T], with offsets
-    goes_on: Array | None = None  # bool [*]: whether what enters is that of the last token, too
-    is_empty: Array | None = None  # bool [*]: whether there are no tokens
 
     def shift(self, x: Array, entering: Array) -> Array:
         """The value of the token before each, zero if there is none."""
@@ -75,8 +73,7 @@ def neighbours_of(frame: Frame, x: Array) -> Neighbours:
     if frame.length is None:
         return Neighbours(None)
     if length == 0 or (packing.offsets is None and packing.starts is None):
-        row = jnp.full(frame.lead, True)
-        return Neighbours(axis, goes_on=row, is_empty=~row)
+        return Neighbours(axis)
     tokens = jnp.arange(length, dtype=jnp.int32)
     if packing.offsets is not None:
         first, ends = packing.offsets[:-1], packing.offsets[1:]
@@ -98,8 +95,7 @@ def neighbours_of(frame: Frame, x: Array) -> Neighbours:
     latest = lax.cummax(jnp.where(real, tokens, -1), axis)
     before = 1 + jnp.concatenate([jnp.full_like(latest[..., :1], -1), latest[..., :-1]], axis)
     before = jnp.where(real & (starts != tokens), before, 1 + length + tokens)
-    ends = starts[..., -1] < 0, ~real.any(axis)
-    return Neighbours(axis, starts, before, 1 + latest[..., -1:], None, *ends)
+    return Neighbours(axis, starts, before, 1 + latest[..., -1:])
 
 
 def turns(x: Array, starts: Array | None, axis: int) -> Array:
@@ -146,4 +142,3 @@ def turned(x: Array, angles: Array, interleaved: bool) -> Array:
     parts = x.reshape(*x.shape[:-1], *((pairs, 2) if interleaved else (2, pairs))).astype(angles.dtype)
     a, b = (lax.index_in_dim(parts, n, axis, keepdims=False) for n in (0, 1))
     return jnp.stack([a * cos - b * sin, a * sin + b * cos], axis).reshape(x.shape).astype(x.dtype)
-

@@ -20,7 +20,7 @@ from ..core.plans import again_for_gradients
 from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
 from ..sequences.tokens import from_slots, to_slots
-from .arguments import Frame, log_decays, Operands, step_frame_of
+from .arguments import Frame, log_decays, Operands, read_pair, step_frame_of
 from .core import KEPT
 from .heads import repeat_heads
 from .neighbours import neighbours_of, turned, whole
@@ -43,7 +43,7 @@ class StateSpaceV3(Recurrence):
     $$h_t = e^{g_t} h_{t-1} + \sum_m \big( (1 - \lambda_t) \Delta_t e^{g_t}\, x_{t-1,m} \tilde B_{t-1,m}^\top
       + \lambda_t \Delta_t\, x_{t,m} \tilde B_{t,m}^\top \big), \qquad y_{t,m} = h_t \tilde C_{t,m} + D\, x_{t,m}$$
 
-    with log-decays $g_t = \Delta_t A_t \le 0$. $R(\theta)$ rotates the first $J$ pairs of the $N$ channels, each by its angle. Without `mimo_x`, $M$ and $u$ are 1. Head $h$ reads group
+    with log-decays $g_t = \Delta_t A_t \le 0$. $R(\theta)$ rotates the first $J$ pairs of the $N$ channels, each by its angle. Head $h$ reads group
     $\lfloor h / (H / G) \rfloor$ of $B$ and $C$, and angles likewise.
 
     The state of a sequence is a pair: $S_t = h_t - \sum_m \lambda_t \Delta_t\, x_{t,m} \tilde B_{t,m}^\top$ `[..., H, P, N]`, and what the last token
@@ -73,11 +73,11 @@ class StateSpaceV3(Recurrence):
     ):
         """**Arguments:**
 
-        - `interleaved`: whether a rotated pair is two neighbours, rather than one channel of each half. Published weights have neighbours without
-            `mimo_x`, and halves with it.
+        - `interleaved`: whether a rotated pair is two neighbours, rather than one channel of each half. Published weights have neighbours for
+            one rank, and halves for more.
         - `state_dtype`: of `S`; the other part of the state is float32 (float64 for float64).
         - `reverse`, `sequence_axis`, `platform`, `config`: as in [`ejkernel_eqx.GatedLinearAttention`][].
-        - `tune_for`: `(x, dt, g, B, C, trap, angles)` or [`ejkernel_eqx.inputs`][]`(..., mimo_x=mimo_x, ...)`: fix the choice for these inputs now.
+        - `tune_for`: `(x, dt, g, B, C, trap, angles)` or [`ejkernel_eqx.inputs`][]`(..., D=D, ...)`: fix the choice for these inputs now.
         """
         check_flags(interleaved=interleaved)
         self.interleaved = bool(interleaved)
@@ -90,8 +90,8 @@ class StateSpaceV3(Recurrence):
         x: Float[AnyArray, "*B T H P"],
         dt: Float[AnyArray, "*B T H"],
         g: Float[AnyArray, "*B T H"],
-        B: Float[AnyArray, "*B T *M G N"],
-        C: Float[AnyArray, "*B T *M G N"],
+        B: Float[AnyArray, "*B T M G N"],
+        C: Float[AnyArray, "*B T M G N"],
         trap: Float[AnyArray, "*B T H"],
         angles: Float[AnyArray, "*B T H J"],
         *,
@@ -103,20 +103,20 @@ class StateSpaceV3(Recurrence):
         cu_seqlens: Int[Numbers, " S+1"] | None = None,
         segment_ids: Int[Numbers, "*B T"] | None = None,
         state_indices: Int[Numbers, " B"] | None = None,
-    ) -> tuple[Float[Array, "*B T *M H P"], FinalState]:
+    ) -> tuple[Float[Array, "*B T M H P"], FinalState]:
         r"""**Arguments:**
 
         - `x`: `[..., T, H, P]` with any number of leading axes; bf16, f16, f32 (f64 on XLA).
         - `dt`: time steps $\Delta$, `[..., T, H]`, at least 0. `g`: log-decays of at most 0, `[..., T, H]`. `trap`: $\lambda$, `[..., T, H]`, from 0 to 1.
             Any float dtype.
-        - `B`, `C`: `[..., T, G, N]`, with `mimo_x` `[..., T, M, G, N]`, in the dtype of `x`; `N` is even and `G` divides `H`.
+        - `B`, `C`: `[..., T, M, G, N]` in the dtype of `x`; `M` is 1 without MIMO, `N` is even and `G` divides `H`.
         - `angles`: $\omega$, radians per unit of time, `[..., T, H, J]` with a head count that divides `H`, and `J` at most `N / 2`; any float dtype.
-        - `B_bias`, `C_bias`: $b$ and $c$, `[H, M, N]`; `D`: `[H]`; `mimo_x`: $u$, `[H, M, P]`; any float dtype.
+        - `B_bias`, `C_bias`: $b$ and $c$, `[H, M, N]`; `D`: `[H]`; `mimo_x`: $u$, `[H, M, P]`, default ones; any float dtype.
         - `initial_state`: a pair as above, with one state per sequence with `cu_seqlens`; default zeros.
         - `cu_seqlens`, `segment_ids`, `state_indices`: packed sequences, padding, and a pair of pools of states, as in
             [`ejkernel_eqx.GatedLinearAttention`][].
 
-        **Returns:** `(y, final_state)`: `[..., T, H, P]`, with `mimo_x` `[..., T, M, H, P]`, in the dtype of `x`, and the pair after the last token.
+        **Returns:** `(y, final_state)`: `[..., T, M, H, P]` in the dtype of `x`, and the pair after the last token.
         Raises the errors of [`ejkernel_eqx.GatedLinearAttention`][].
         """
         frame = self._frame(x, cu_seqlens, segment_ids, state_indices, "x", "H P")
@@ -129,8 +129,8 @@ class StateSpaceV3(Recurrence):
         x: Float[AnyArray, "*B H P"],
         dt: Float[AnyArray, "*B H"],
         g: Float[AnyArray, "*B H"],
-        B: Float[AnyArray, "*B *M G N"],
-        C: Float[AnyArray, "*B *M G N"],
+        B: Float[AnyArray, "*B M G N"],
+        C: Float[AnyArray, "*B M G N"],
         trap: Float[AnyArray, "*B H"],
         angles: Float[AnyArray, "*B H J"],
         state: State,
@@ -140,7 +140,7 @@ class StateSpaceV3(Recurrence):
         D: Float[AnyArray, " H"] | None = None,
         mimo_x: Float[AnyArray, "H M P"] | None = None,
         state_indices: Int[Numbers, " B"] | None = None,
-    ) -> tuple[Float[Array, "*B *M H P"], FinalState]:
+    ) -> tuple[Float[Array, "*B M H P"], FinalState]:
         """Processes one token per row, for decoding. Arguments are those of a call without the token axis; `state` is a pair, `state_indices` and
         results as in [`ejkernel_eqx.GatedLinearAttention.step`][]. With more than one rank the token is a sequence of a call."""
         frame = step_frame_of(x, "x", "H P", state_indices)
@@ -148,31 +148,26 @@ class StateSpaceV3(Recurrence):
         return self._call(frame, inputs, "state", state)
 
     def _call(self, frame: Frame, inputs: _Inputs, name: str, state: Any) -> tuple[Array, Any]:
-        is_mimo, axis = inputs.mimo_x is not None, len(frame.lead)
-        inputs = _resolved(frame, inputs)
-        S, last = _pair(name, state)
+        inputs, axis = _resolved(frame, inputs), len(frame.lead)
+        S, last = read_pair(name, state, "(S, last)")
         (heads, channels), (ranks, _, size) = inputs.x.shape[-2:], inputs.B.shape[-3:]
-        sizes = heads, ranks * size + channels + inputs.angles.shape[-1] + 1
+        sizes = heads, ranks * size + channels + 1 + inputs.angles.shape[-1]
         if frame.length is not None:
             states = frame.states(last, sizes, "H L", accumulator(frame.dtype))
-            entering = states.unchanged(accumulator(frame.dtype))
             compute = again_for_gradients(functools.partial(self._computed, frame, S), self, KEPT)
-            out, S, last = compute(inputs, entering)
-            return out if is_mimo else jnp.squeeze(out, -3), (S, states.leaving(last))
+            out, S, last = compute(inputs, states.unchanged(accumulator(frame.dtype)))
+            return out, (S, states.leaving(last))
         pool, slots = frame.row_states(last, sizes, "H L")
         if ranks > 1:
             # A token of each row as its sequence.
-            frame = dataclasses.replace(frame, length=1)
-            own = {name: jnp.expand_dims(getattr(inputs, name), axis) for name in _Inputs._fields[:7]}
-            inputs = inputs._replace(**own)
+            frame, of_tokens = dataclasses.replace(frame, length=1), _Inputs._fields[:7]
+            inputs = inputs._replace(**{n: jnp.expand_dims(getattr(inputs, n), axis) for n in of_tokens})
         out, S, last = self._computed(frame, S, inputs, wide(from_slots(pool, slots, 0)))
         out = jnp.squeeze(out, axis) if ranks > 1 else out
         out, last = to_slots(out, last.astype(pool.dtype), pool, slots, 0)
-        return out if is_mimo else jnp.squeeze(out, -3), (S, last)
+        return out, (S, last)
 
-    def _computed(
-        self, frame: Frame, S: Any, inputs: _Inputs, entering: Array
-    ) -> tuple[Array, Array, Array]:
+    def _computed(self, frame: Frame, S: Any, inputs: _Inputs, entering: Array) -> tuple[Array, Array, Array]:
         """`y [*, T, M, H, P]` and both parts of the final state, by a recurrence with `B` and `x` of the token before as key and value."""
         x, tokens = inputs.x, neighbours_of(frame, inputs.x)
         (heads, channels), (ranks, _, size) = x.shape[-2:], inputs.B.shape[-3:]
@@ -181,7 +176,7 @@ class StateSpaceV3(Recurrence):
         turn = repeat_heads(wide(inputs.angles), -2, heads) * dt[..., None]
         entering, angle = jnp.split(entering, [entering.shape[-1] - turn.shape[-1]], axis=-1)
         ends = lambda angle: tokens.end(tokens.turns(turn, angle), angle)
-        angle, last_angle = _passed(frame, ends, tokens.goes_on, angle, whole)
+        angle, last_angle = _passed(frame, ends, angle, turns=True)
         angles = tokens.turns(turn, angle)[..., None, :, :]
 
         def rotated(x: Array, bias: Array | None) -> Array:
@@ -197,7 +192,7 @@ class StateSpaceV3(Recurrence):
             last = [tokens.end(x, e) for x, e in zip(own, jnp.split(entering, parts, axis=-1), strict=True)]
             return jnp.concatenate([wide(x) for x in last], axis=-1)
 
-        entering, last = _passed(frame, leaving, tokens.is_empty, entering)
+        entering, last = _passed(frame, leaving, entering, turns=False)
         key, value, weight = jnp.split(entering, parts, axis=-1)
         key = jnp.swapaxes(key.reshape(*key.shape[:-1], ranks, size), -3, -2)
         k_before, x_before = tokens.shift(k, key), tokens.shift(x, value)
@@ -206,7 +201,7 @@ class StateSpaceV3(Recurrence):
         beta = frame.mask(jnp.exp(g) * (weight + (1 - trap) * dt))
 
         def by_rank(x: Array) -> Array:
-            x = x[..., None, :, :]
+            x = jnp.broadcast_to(x[..., None, :, :], (*q.shape[:-1], channels))
             if inputs.mimo_x is None:
                 return x
             factors = jnp.swapaxes(inputs.mimo_x, 0, 1).astype(wide(x).dtype)
@@ -234,7 +229,7 @@ class StateSpaceV3(Recurrence):
         out, S = self._run(unrolled, operands, S, epilogue)
         out = out.reshape(*frame.over_tokens, ranks, heads, channels)
         # A reversed call has turned the ranks round, too.
-        out = jnp.flip(out, -3) if self.reverse and ranks > 1 else out
+        out = jnp.flip(out, -3) if frame.packing.reverse and ranks > 1 else out
         return out, S, jnp.concatenate([last, last_angle], axis=-1)
 
 
@@ -247,19 +242,23 @@ def _read(q: Array, k: Array, weight: Array, v: Array, chosen: Any = None) -> Ar
 
 
 def _passed(
-    frame: Frame,
-    leaving: Callable[[Array], Array],
-    keeps: Array | None,
-    entering: Array,
-    reduced: Callable[[Array], Array] = lambda x: x,
+    frame: Frame, leaving: Callable[[Array], Array], entering: Array, turns: bool
 ) -> tuple[Array, Array]:
-    """What enters the tokens of this device, and what leaves the last of all devices. `leaving`: what leaves the tokens of this one, which is a sum
-    with what enters, if it `keeps` that."""
-    along = frame.along
+    """What enters the tokens of this device, and what leaves the last of all devices. `leaving`: what leaves the tokens of this one. Angles, of
+    `turns`, are added to what enters as long as no segment begins; else it goes on where there are no tokens."""
+    along, packing = frame.along, frame.packing
     if along is None or frame.is_empty:
         return entering, leaving(entering)
-    own = leaving(jnp.zeros_like(entering)), keeps.astype(entering.dtype)[..., None, None]
-    entering, final = along.carry(lambda own, state: reduced(own[0] + own[1] * state), own, entering)
+    keeps = jnp.full((*frame.lead, 1, 1), turns, entering.dtype)
+    if packing.real is not None and packing.starts is not None:
+        of_rows = packing.starts[..., -1] < 0 if turns else ~packing.real.any(-1)
+        keeps = of_rows[..., None, None].astype(entering.dtype)
+
+    def step(own: tuple[Array, Array], state: Array) -> Array:
+        state = own[0] + own[1] * state
+        return whole(state) if turns else state
+
+    entering, final = along.carry(step, (leaving(jnp.zeros_like(entering)), keeps), entering)
     return entering, along.last(final)
 
 
@@ -279,43 +278,28 @@ def _unrolled(frame: Frame, ranks: int) -> Frame:
 
 
 def _resolved(frame: Frame, inputs: _Inputs) -> _Inputs:
-    """The operands, checked, with zero padding, and with an axis of ranks."""
+    """The operands, checked, with zero padding."""
     x = frame.main("x", inputs.x, (None, None), "H P")
     heads, channels = x.shape[-2:]
-    mimo_x, ranks, axes = inputs.mimo_x, (), "G N"
-    if mimo_x is not None:
-        mimo_x = fitting("mimo_x", mimo_x, (heads, None, channels), "H M P")
-        ranks, axes = mimo_x.shape[1:2], "M G N"
-        if ranks == (0,):
-            raise ValueError(f"mimo_x: expected at least one rank, received shape {mimo_x.shape}.")
-    B = frame.main("B", inputs.B, (*ranks, None, None), axes)
-    C = frame.main("C", inputs.C, B.shape[-len(axes.split()) :], axes)
-    groups, size = B.shape[-2:]
+    B = frame.main("B", inputs.B, (None, None, None), "M G N")
+    ranks, groups, size = B.shape[-3:]
+    C = frame.main("C", inputs.C, (ranks, groups, size), "M G N")
     angles = frame.operand("angles", inputs.angles, (None, None), "H J")
-    for name, count, what in (("B", groups, axes.replace(" ", ", ")), ("angles", angles.shape[-2], "H, J")):
-        if count == 0 or heads % count:
+    for name, count, layout in (("B", groups, "M, G, N"), ("angles", angles.shape[-2], "H, J")):
+        if 0 in (ranks, count) or heads % count:
             raise ValueError(
-                f"{name}: expected a number of heads that divides the {heads} of x, received {count}; the layout is [..., T, {what}]."
+                f"{name}: expected at least one rank, and a head count that divides the {heads} of x, received {count}; the layout is "
+                f"[..., T, {layout}]."
             )
     if size % 2 or angles.shape[-1] > size // 2:
         raise ValueError(
-            f"angles: expected one for each of at most half of the channels of B, an even number, received {angles.shape[-1]} for {size}."
+            f"angles: expected at most one for each pair of the channels of B, an even number, received {angles.shape[-1]} for {size}."
         )
-    per_head = lambda name: frame.operand(name, getattr(inputs, name), (heads,), "H")
-    bias = {name: getattr(inputs, name) for name in ("B_bias", "C_bias")}
-    shape = (heads, *(ranks or (1,)), size)
-    bias = {n: None if x is None else fitting(n, x, shape, "H M N") for n, x in bias.items()}
-    D = None if inputs.D is None else fitting("D", inputs.D, (heads,), "H")
-    B, C = (x if ranks else jnp.expand_dims(x, -3) for x in (B, C))
-    g = log_decays("g", per_head("g"))
-    return _Inputs(x, per_head("dt"), g, B, C, per_head("trap"), angles, **bias, D=D, mimo_x=mimo_x)
-
-
-def _pair(name: str, state: Any) -> tuple[Any, Any]:
-    if state is None:
-        return None, None
-    if not isinstance(state, tuple | list) or len(state) != 2:
-        raise ValueError(
-            f"{name}: expected a pair, S and what the last token leaves, received {type(state).__name__}; every call returns both."
-        )
-    return state[0], state[1]
+    of_tokens = {n: frame.operand(n, getattr(inputs, n), (heads,), "H") for n in ("dt", "g", "trap")}
+    log_decays("g", of_tokens["g"])
+    by_rank = {"B_bias": size, "C_bias": size, "mimo_x": channels}
+    shapes = {name: (heads, ranks, last) for name, last in by_rank.items()} | {"D": (heads,)}
+    letters = {"B_bias": "H M N", "C_bias": "H M N", "mimo_x": "H M P", "D": "H"}
+    given = [name for name in shapes if getattr(inputs, name) is not None]
+    shared = {n: fitting(n, getattr(inputs, n), shapes[n], letters[n]) for n in given}
+    return inputs._replace(x=x, B=B, C=C, angles=angles, **of_tokens, **shared)
