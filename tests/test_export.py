@@ -150,6 +150,7 @@ KEY = jax.random.key(0)
 LAYERS: dict[str, Callable[[], Any]] = {
     "attention": lambda: nn.MultiHeadAttention(16, num_heads=4, rope=nn.RotaryEmbedding(4), key=KEY),
     "mamba2": lambda: nn.Mamba2Mixer(16, state_size=8, head_dim=8, key=KEY),
+    "mamba3": lambda: nn.Mamba3Mixer(16, state_size=8, head_dim=8, mimo_rank=2, key=KEY),
     "mamba1": lambda: nn.Mamba1Mixer(16, key=KEY),
     "kimi": lambda: nn.KimiDeltaAttention(16, num_heads=2, key=KEY),
     "lstm": lambda: nn.LSTM(16, 8, num_layers=2, bidirectional=True, key=KEY),

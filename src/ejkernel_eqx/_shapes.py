@@ -10,6 +10,7 @@ known only when a function exported by `jax.export` for any size is called.
 | `Dn`, `Dr` | of latent attention: channels of a key without and with a rotation |
 | `R` | output heads of a recurrence: the largest count of its operands' heads; of a latent cache its rank |
 | `I`, `P` | channels of a state space, and those of one of its heads |
+| `M`, `J`, `L` | of Mamba-3: ranks, rotated pairs of channels, and the numbers that a token leaves for the next |
 | `N`, `G` | state size, groups; in `N+1` the packed sequences (`S+1` where `N` is the size of a state); of pages the sequences |
 | `G`, `I` | of a recurrent cell: gates times `H`, inputs |
 | `C`, `W` | channels and width of a convolution, channels of a norm or a pooling; `W` also the slots of a rolling cache |

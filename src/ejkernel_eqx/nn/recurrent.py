@@ -70,7 +70,7 @@ class RecurrentLayer(Published):
 
     def _state_shapes(self, batch: tuple[int, ...]) -> list[tuple[int, ...]]:
         convolutions, recurrent = self._kept()
-        recurrent = (recurrent,) if isinstance(recurrent[0], int) else recurrent
+        recurrent = (recurrent,) if all(isinstance(n, int) for n in recurrent) else recurrent
         shapes = [*((layer.width - 1, layer.channels) for layer in convolutions), *recurrent]
         return [(*batch, *shape) for shape in shapes]
 
@@ -100,10 +100,10 @@ class RecurrentLayer(Published):
         wide = dtype if is_short else self.recurrence.state_dtype or accumulator(stored)
         # Beside its matrix, a state in two parts has numbers that are not rounded.
         dtypes = wide, *(accumulator(stored) for _ in shapes[count + 1 :])
-        parts = tuple(jnp.zeros(shape, own) for shape, own in zip(shapes[count:], dtypes, strict=True))
+        parts = [jnp.zeros(shape, own) for shape, own in zip(shapes[count:], dtypes, strict=True)]
         state = RecurrentState(
             conv=tuple(jnp.zeros(shape, dtype) for shape in shapes[:count]),
-            recurrent=parts if len(parts) > 1 else parts[0],
+            recurrent=tuple(parts) if len(parts) > 1 else parts[0],
         )
         count = read_count("num_draft_tokens", num_draft_tokens)
         if not count:

@@ -30,7 +30,8 @@ class Neighbours:
     """int32 `[*, T]`: where the sequence of a token starts; -1 if something enters it."""
     before: Array | None = None  # int32 [*, T]: places of the tokens before; past the end: none
     last: Array | None = None  # int32 [*, 1] or [N]: places of the last tokens
-    sequence: Array | None = None  # int32 [T], with offsets
+    packed: bool = False
+    """Whether sequences have offsets."""
 
     def shift(self, x: Array, entering: Array) -> Array:
         """The value of the token before each, zero if there is none."""
@@ -49,7 +50,7 @@ class Neighbours:
         if self.last is None:
             return lax.index_in_dim(both, x.shape[self.axis], self.axis, keepdims=False)
         taken = self._at(both, self.last)
-        return taken if self.sequence is not None else jnp.squeeze(taken, self.axis)
+        return taken if self.packed else jnp.squeeze(taken, self.axis)
 
     def turns(self, angles: Array, entering: Array) -> Array:
         """Sums of angles up to each token, from what enters, less whole turns."""
@@ -59,7 +60,7 @@ class Neighbours:
 
     def _both(self, x: Array, entering: Array) -> Array:
         assert self.axis is not None
-        entering = entering if self.sequence is not None else jnp.expand_dims(entering, self.axis)
+        entering = entering if self.packed else jnp.expand_dims(entering, self.axis)
         return jnp.concatenate([match_sharding(entering.astype(x.dtype), x), x], self.axis)
 
     def _at(self, both: Array, places: Array) -> Array:
@@ -72,19 +73,20 @@ def neighbours_of(frame: Frame, x: Array) -> Neighbours:
     packing, axis, length = frame.packing, len(frame.lead), frame.packing.length
     if frame.length is None:
         return Neighbours(None)
-    if length == 0 or (packing.offsets is None and packing.starts is None):
-        return Neighbours(axis)
     tokens = jnp.arange(length, dtype=jnp.int32)
     if packing.offsets is not None:
         first, ends = packing.offsets[:-1], packing.offsets[1:]
         count = ends.shape[0]
+        if 0 in (count, length):
+            return Neighbours(axis, None, count + tokens, jnp.arange(count, dtype=jnp.int32), True)
         sequence = jnp.minimum(ended(ends, length), count - 1)
-        numbers = jnp.arange(count, dtype=jnp.int32)
-        starts = first[sequence]
+        numbers, starts = jnp.arange(count, dtype=jnp.int32), first[sequence]
         before = jnp.where(tokens == starts, sequence, count + tokens - 1)
         # Padding reads nothing: no place is read twice.
         before = jnp.where((tokens >= starts) & (tokens < ends[sequence]), before, count + length + tokens)
-        return Neighbours(axis, starts, before, jnp.where(ends > first, count + ends - 1, numbers), sequence)
+        return Neighbours(axis, starts, before, jnp.where(ends > first, count + ends - 1, numbers), True)
+    if length == 0 or packing.starts is None:
+        return Neighbours(axis)
     real, starts = packing.real, packing.starts
     assert real is not None and starts is not None
     mesh = explicit_mesh(x)
@@ -102,28 +104,34 @@ def turns(x: Array, starts: Array | None, axis: int) -> Array:
     """Angles `x [*, T, H, J]` summed from the start of each token's sequence, less whole turns. Sums of blocks of tokens are products with zeros and
     ones, so that nothing is added and taken away again, and stay small however long a sequence is."""
     length = x.shape[axis]
+    starts = jnp.full(length, -1, jnp.int32) if starts is None else starts
+    if not isinstance(length, int):
+        # A symbol, of which the number of blocks is not known.
+        fresh = starts == like(jnp.arange(length, dtype=jnp.int32), starts)
+        keeps = jnp.broadcast_to(~like(fresh, x[..., 0, 0])[..., None, None], x.shape)
+        add = lambda angle, now: (whole(angle * now[0] + now[1]),) * 2
+        first = jnp.zeros((*x.shape[:axis], *x.shape[axis + 1 :]), x.dtype)
+        xs = jnp.moveaxis(keeps.astype(x.dtype), axis, 0), jnp.moveaxis(x, axis, 0)
+        return jnp.moveaxis(lax.scan(add, first, xs)[1], 0, axis)
     size = min(_BLOCK, length)
     if size == 0:
         return x
     blocks = -(-length // size)
-    filled = lambda x: jnp.pad(x, [(0, blocks * size - n if i == axis else 0) for i, n in enumerate(x.shape)])
-    split = lambda x: x.reshape(*x.shape[:axis], blocks, size, *x.shape[axis + 1 :])
-    place = jnp.arange(size, dtype=jnp.int32)
-    seen, reached = place[:, None] >= place[None], None
-    if starts is not None:
-        # Relative to the block of a token.
-        starts = split(filled(starts))
-        first = size * jnp.arange(blocks, dtype=jnp.int32)[:, None]
-        inside = starts - like(first, starts)
-        seen = like(seen, inside[..., None]) & (like(place, inside[..., None]) >= inside[..., None])
-        reached = inside < 0
-    pattern = "ij,...jhc->...ihc" if starts is None else "...ij,...jhc->...ihc"
-    sums = jnp.einsum(pattern, seen.astype(x.dtype), split(filled(x)), precision=lax.Precision.HIGHEST)
+
+    def split(x: Array, axis: int) -> Array:
+        x = jnp.pad(x, [(0, blocks * size - n if i == axis else 0) for i, n in enumerate(x.shape)])
+        return x.reshape(*x.shape[:axis], blocks, size, *x.shape[axis + 1 :])
+
+    starts, place = split(starts, starts.ndim - 1), jnp.arange(size, dtype=jnp.int32)
+    # Relative to the block of a token.
+    inside = starts - like(size * jnp.arange(blocks, dtype=jnp.int32)[:, None], starts)
+    later, first = place[:, None] >= place[None], inside[..., None]
+    seen = (like(later, first) & (like(place, first) >= first)).astype(x.dtype)
+    sums = jnp.einsum("...ij,...jhc->...ihc", seen, split(x, axis), precision=lax.Precision.HIGHEST)
     if blocks > 1:
-        at = None if starts is None else starts[..., -1] // size
-        earlier = shifted(turns(whole(sums[..., -1, :, :]), at, axis), axis, 1, False)
-        earlier = jnp.expand_dims(earlier, axis + 1)
-        sums = sums + (earlier if reached is None else jnp.where(reached[..., None, None], earlier, 0))
+        earlier = turns(whole(sums[..., -1, :, :]), starts[..., -1] // size, axis)
+        earlier = jnp.expand_dims(shifted(earlier, axis, 1, False), axis + 1)
+        sums += jnp.where(like((inside < 0)[..., None, None], sums), earlier, 0)
     sums = sums.reshape(*x.shape[:axis], blocks * size, *x.shape[axis + 1 :])
     return whole(lax.slice_in_dim(sums, 0, length, axis=axis))
 

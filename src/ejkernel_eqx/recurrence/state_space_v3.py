@@ -35,8 +35,8 @@ _Inputs = namedtuple("_Inputs", "x dt g B C trap angles B_bias C_bias D mimo_x")
 
 
 class StateSpaceV3(Recurrence):
-    r"""The state space model of Mamba-3: a state of $P \times N$ per head, discretised by the trapezoidal rule, with $B$ and $C$ rotated by angles that
-    depend on the tokens, and any number $M$ of inputs and outputs of a head (MIMO).
+    r"""The state space model of Mamba-3: a state of $P \times N$ per head, discretised by the trapezoidal rule. Angles that depend on the tokens
+    rotate $B$ and $C$, and a head has any number $M$ of inputs and outputs (MIMO).
 
     $$\theta_t = \theta_{t-1} + \Delta_t \omega_t, \qquad \tilde B_{t,m} = R(\theta_t) (B_{t,m} + b_m), \qquad
       \tilde C_{t,m} = R(\theta_t) (C_{t,m} + c_m), \qquad x_{t,m} = x_t \odot u_m$$
@@ -107,8 +107,7 @@ class StateSpaceV3(Recurrence):
         r"""**Arguments:**
 
         - `x`: `[..., T, H, P]` with any number of leading axes; bf16, f16, f32 (f64 on XLA).
-        - `dt`: time steps $\Delta$, `[..., T, H]`, at least 0. `g`: log-decays of at most 0, `[..., T, H]`. `trap`: $\lambda$, `[..., T, H]`, from 0 to 1.
-            Any float dtype.
+        - `dt`: time steps $\Delta$ of at least 0; `g`: log-decays of at most 0; `trap`: $\lambda$, from 0 to 1: `[..., T, H]`, any float dtype.
         - `B`, `C`: `[..., T, M, G, N]` in the dtype of `x`; `M` is 1 without MIMO, `N` is even and `G` divides `H`.
         - `angles`: $\omega$, radians per unit of time, `[..., T, H, J]` with a head count that divides `H`, and `J` at most `N / 2`; any float dtype.
         - `B_bias`, `C_bias`: $b$ and $c$, `[H, M, N]`; `D`: `[H]`; `mimo_x`: $u$, `[H, M, P]`, default ones; any float dtype.

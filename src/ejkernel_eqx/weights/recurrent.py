@@ -9,7 +9,7 @@
 | `GatedDeltaNet` | `in_proj_qkv`, `in_proj_z`, `in_proj_b`, `in_proj_a`, not grouped by key head (Qwen3.5) |
 | | `q_proj`, `k_proj`, `v_proj`, `g_proj`, `b_proj`, `a_proj`, `o_norm`, `o_proj`; `conv1d` in one or three (OLMo-hybrid, flash-linear-attention) |
 
-`Mamba1Mixer` and `Mamba2Mixer` are published under the names of their fields.
+`Mamba1Mixer`, `Mamba2Mixer` and `Mamba3Mixer` are published under the names of their fields.
 """
 
 import itertools
