@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx.recurrence.neighbours import turns
@@ -84,3 +85,16 @@ def test_ranks_in_sixteen_bits():
     wide = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)
     expected, _ = quick(case.run(case.module()))(wide(arrays), wide(state))
     assert_close(y, expected, jnp.bfloat16)
+
+
+@pytest.mark.slow
+def test_tokens_that_a_mesh_splits_without_a_sequence_axis():
+    """All devices then have all of them, also outside of `jit`."""
+    case = CASES["trapezoid"]
+    arrays = case.make(2, 8, dtype=jnp.float32)
+    expected, _ = quick(lambda arrays: case.call(case.module(), arrays))(arrays)
+    mesh = jax.make_mesh((2,), ("tokens",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    split = jax.device_put(arrays, NamedSharding(mesh, PartitionSpec(None, "tokens")))
+    for compiled in (quick, lambda f: f):
+        found, _ = compiled(lambda arrays: case.call(case.module(), arrays))(split)
+        assert_close(found, expected)

@@ -110,11 +110,7 @@ def turns(x: Array, starts: Array | None, axis: int) -> Array:
         fresh = starts == like(jnp.arange(length, dtype=jnp.int32), starts)
         keeps = jnp.broadcast_to(~like(fresh, x[..., 0, 0])[..., None, None], x.shape)
         first = jnp.zeros((*x.shape[:axis], *x.shape[axis + 1 :]), x.dtype)
-
-        def add(angle: Array, now: tuple[Array, Array]) -> tuple[Array, Array]:
-            angle = whole(angle * now[0] + now[1])
-            return angle, angle
-
+        add = lambda angle, now: (total := whole(angle * now[0] + now[1]), total)
         xs = jnp.moveaxis(keeps.astype(x.dtype), axis, 0), jnp.moveaxis(x, axis, 0)
         return jnp.moveaxis(lax.scan(add, first, xs)[1], 0, axis)
     size = min(_BLOCK, length)

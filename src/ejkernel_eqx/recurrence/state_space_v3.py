@@ -19,6 +19,7 @@ from ..core.arguments import accumulator, check_flags, fitting, wide
 from ..core.plans import again_for_gradients
 from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
+from ..parallel.mesh import explicit_mesh, gathered
 from ..sequences.tokens import from_slots, to_slots
 from .arguments import Frame, log_decays, Operands, read_pair, step_frame_of
 from .core import KEPT
@@ -151,16 +152,20 @@ class StateSpaceV3(Recurrence):
         S, last = read_pair(name, state, "(S, last)")
         (heads, channels), (ranks, _, size) = inputs.x.shape[-2:], inputs.B.shape[-3:]
         sizes = heads, ranks * size + channels + 1 + inputs.angles.shape[-1]
+        change = lambda f: inputs._replace(**{n: f(getattr(inputs, n), axis) for n in _Inputs._fields[:7]})
         if frame.length is not None:
+            # Nothing here is computed from a part of the tokens, other than with a `sequence_axis`.
+            inputs = change(gathered)
             states = frame.states(last, sizes, "H L", accumulator(frame.dtype))
             compute = again_for_gradients(functools.partial(self._computed, frame, S), self, KEPT)
+            # Zeros that are split over a mesh are made inside of a program only.
+            compute = compute if explicit_mesh(inputs.x) is None else jax.jit(compute)
             out, S, last = compute(inputs, states.unchanged(accumulator(frame.dtype)))
             return out, (S, states.leaving(last))
         pool, slots = frame.row_states(last, sizes, "H L")
         if ranks > 1:
             # A token of each row as its sequence.
-            frame, of_tokens = dataclasses.replace(frame, length=1), _Inputs._fields[:7]
-            inputs = inputs._replace(**{n: jnp.expand_dims(getattr(inputs, n), axis) for n in of_tokens})
+            frame, inputs = dataclasses.replace(frame, length=1), change(jnp.expand_dims)
         out, S, last = self._computed(frame, S, inputs, wide(from_slots(pool, slots, 0)))
         out = jnp.squeeze(out, axis) if ranks > 1 else out
         out, last = to_slots(out, last.astype(pool.dtype), pool, slots, 0)
