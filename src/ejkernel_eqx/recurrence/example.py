@@ -43,7 +43,7 @@ _OPERATIONS: dict[str, dict[str, Any]] = {
     "dplr_delta_rule": {"decay": KEY, "rank_one": True},
     "rwkv7": {"decay": KEY, "rank_one": True},
     "state_space_v2": {"decay": SCALAR, "beta": True, "skip": True, "transposed": True, "Hq": 1, "Hk": 1},
-    "state_space_v3": {"decay": SCALAR, "beta": True, "transposed": True},
+    "state_space_v3": {"decay": SCALAR, "transposed": True},
 }
 
 

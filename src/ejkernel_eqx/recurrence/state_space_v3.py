@@ -199,34 +199,34 @@ class StateSpaceV3(Recurrence):
         entering, last = _passed(frame, leaving, entering, turns=False)
         key, value, weight = jnp.split(entering, parts, axis=-1)
         key = jnp.swapaxes(key.reshape(*key.shape[:-1], ranks, size), -3, -2)
-        k_before, x_before = tokens.shift(k, key), tokens.shift(x, value)
         weight = tokens.shift(gamma[..., None], weight)[..., 0]
         # The later half of a step that ends and the earlier one of a step that begins, both behind the decay.
-        beta = frame.mask(jnp.exp(g) * (weight + (1 - trap) * dt))
+        beta = jnp.exp(g) * (weight + (1 - trap) * dt)
+        # Masked, like values below, because the gradient that a kernel leaves at padding must not reach what all tokens share.
+        k_before = wide(tokens.shift(k, key)) * beta[..., None, :, None]
+        k_before = frame.mask(k_before.astype(k.dtype))
 
         def by_rank(x: Array) -> Array:
             x = jnp.broadcast_to(x[..., None, :, :], (*q.shape[:-1], channels))
             if inputs.mimo_x is None:
                 return x
             factors = jnp.swapaxes(inputs.mimo_x, 0, 1).astype(wide(x).dtype)
-            # Masked, because the gradient that a kernel leaves at padding must not reach the factors.
             return frame.mask((wide(x) * like(factors, x)).astype(x.dtype))
 
-        v, v_before = by_rank(x), by_rank(x_before)
+        v, v_before = by_rank(x), by_rank(tokens.shift(x, value))
         unrolled = _unrolled(frame, ranks)
         merge = lambda x: x.reshape(*unrolled.over_tokens, *x.shape[len(frame.over_tokens) + 1 :])
         # The first of a token's ranks decays.
         g = jnp.pad(g[..., None, :], [(0, 0)] * (g.ndim - 1) + [(0, ranks - 1), (0, 0)])
-        betas = jnp.broadcast_to(beta[..., None, :], g.shape)
-        operands = Operands(merge(q), merge(k_before), merge(v_before), 1.0, merge(g), merge(betas))
+        operands = Operands(merge(q), merge(k_before), merge(v_before), 1.0, merge(g))
 
         def epilogue(out: Array) -> Array:
             """Adds what a token writes itself, and what ranks behind a rank read: the recurrence has written it, but later."""
             skip = 0 if inputs.D is None else like(wide(inputs.D).astype(dt.dtype)[:, None], v) * wide(v)
-            own = _read(q, k, gamma, v)
+            own = _read(q, wide(k) * gamma[..., None, :, None], v)
             if ranks > 1:
                 later = np.triu(np.ones((ranks, ranks), bool), 1)[..., None]
-                own += _read(q, k_before, beta, v_before, later)
+                own += _read(q, k_before, v_before, later)
             return (wide(out) + (own + skip).reshape(out.shape)).astype(out.dtype)
 
         operands = dataclasses.replace(operands, decay=SCALAR, transposed=True)
@@ -237,10 +237,9 @@ class StateSpaceV3(Recurrence):
         return out, S, jnp.concatenate([last, last_angle], axis=-1)
 
 
-def _read(q: Array, k: Array, weight: Array, v: Array, chosen: Any = None) -> Array:
+def _read(q: Array, k: Array, v: Array, chosen: Any = None) -> Array:
     """What queries `[*, M, H, N]` read of the writes of their token, `[*, M, H, P]`; `chosen [M, M, 1]`: which ones."""
     scores = jnp.sum(wide(q)[..., :, None, :, :] * wide(k)[..., None, :, :, :], axis=-1)
-    scores = scores * weight[..., None, None, :]
     scores = scores if chosen is None else jnp.where(like(jnp.asarray(chosen), scores), scores, 0)
     return jnp.sum(scores[..., None] * wide(v)[..., None, :, :, :], axis=-3)
 
