@@ -39,7 +39,18 @@ def packed(rows, size):
 # Every layer is in one of two tests.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["mamba", "mamba3", "gla", "kimi", "qwen3-next, three writes", "lfm2", "rwkv6", "rwkv7", "rwkv7 channels"]
+    "name",
+    [
+        "mamba",
+        "mamba3",
+        "gla",
+        "kimi",
+        "qwen3-next, three writes",
+        "lfm2",
+        "rwkv6",
+        "rwkv7",
+        "rwkv7 channels",
+    ],
 )
 def test_accepted_tokens(name):
     layer = recurrent_layers.build(name)

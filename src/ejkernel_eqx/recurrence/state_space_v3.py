@@ -214,7 +214,7 @@ class StateSpaceV3(Recurrence):
             return frame.mask((wide(x) * like(factors, x)).astype(x.dtype))
 
         v, v_before = by_rank(x), by_rank(tokens.shift(x, value))
-        unrolled = _unrolled(frame, ranks)
+        unrolled = frame if ranks == 1 else frame.repeated(ranks)
         merge = lambda x: x.reshape(*unrolled.over_tokens, *x.shape[len(frame.over_tokens) + 1 :])
         # The first of a token's ranks decays.
         g = jnp.pad(g[..., None, :], [(0, 0)] * (g.ndim - 1) + [(0, ranks - 1), (0, 0)])
@@ -263,21 +263,6 @@ def _passed(
 
     entering, final = along.carry(step, (leaving(jnp.zeros_like(entering)), keeps), entering)
     return entering, along.last(final)
-
-
-def _unrolled(frame: Frame, ranks: int) -> Frame:
-    """The frame of a call with `ranks` tokens for each one."""
-    if ranks == 1:
-        return frame
-    assert frame.length is not None
-    packing, length = frame.packing, frame.length * ranks
-    each = lambda x: None if x is None else jnp.repeat(x, ranks, axis=-1)
-    starts = None if packing.starts is None else each(jnp.maximum(packing.starts * ranks, -1))
-    offsets = None if packing.offsets is None else packing.offsets * ranks
-    packing = dataclasses.replace(packing, length=length, real=each(packing.real), ids=each(packing.ids))
-    packing = dataclasses.replace(packing, starts=starts, offsets=offsets)
-    along = None if frame.along is None else dataclasses.replace(frame.along, packing=packing)
-    return dataclasses.replace(frame, length=length, packing=packing, along=along)
 
 
 def _resolved(frame: Frame, inputs: _Inputs) -> _Inputs:
