@@ -98,7 +98,7 @@ FAULTS = (
     Fault("trapezoid-weight", "recurrence/state_space_v3.py", "StateSpaceV3._computed", "weight + (1 - trap) * dt", "weight + trap * dt", "recurrence/test_trapezoid.py"),
     Fault("trapezoid-ranks", "recurrence/state_space_v3.py", "StateSpaceV3._computed", "np.triu(np.ones((ranks, ranks), bool), 1)", "np.triu(np.ones((ranks, ranks), bool))", "recurrence/test_trapezoid.py"),
     Fault("trapezoid-turns", "recurrence/neighbours.py", "turns", "(inside < 0)[..., None, None]", "(inside < size)[..., None, None]", "recurrence/test_trapezoid.py"),
-    Fault("trapezoid-segments", "recurrence/neighbours.py", "neighbours_of", "real & (starts != tokens)", "real", "recurrence/test_operations.py"),
+    Fault("trapezoid-segments", "recurrence/neighbours.py", "neighbours_of", "real & (starts != tokens)", "real", "recurrence/test_trapezoid.py"),
     Fault("along-decay", "recurrence/along.py", "recur_along", "part[0] * state + part[1]", "state + part[1]", "recurrence/test_along.py recurrence/test_split_tokens.py"),
     Fault("along-initial-state", "core/along.py", "Along.carry", "state, entering = initial_state, {}", "state, entering = 0 * initial_state, {}", "recurrence/test_along.py recurrence/test_split_tokens.py selective_scan"),
     Fault("states-over-segments", "recurrence/triton/states_phase.py", "states_kernel", "carried = tl.where(start < 0, 1.0, 0.0)", "carried = tl.where(start < 0, 1.0, 1.0)", "recurrence/test_triton.py recurrence/test_packing.py"),

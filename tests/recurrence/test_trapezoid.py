@@ -1,5 +1,7 @@
 """Mamba-3 against numbers of its published code, angles over many tokens, and ranks in 16 bits."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.recurrence.neighbours import turns
+from ejkernel_eqx.core.frame import frame_of
+from ejkernel_eqx.recurrence.neighbours import neighbours_of, turns
 from tests.recurrence.operations import CASES
 from tests.recurrence.quick import quick
 from tests.tolerances import assert_close
@@ -74,6 +77,37 @@ def test_angles_over_many_tokens(length):
         # Each addition rounds a number of at most 64 tokens' angles.
         for part in (np.cos, np.sin):
             np.testing.assert_allclose(part(found), part(expected), atol=2e-4)
+
+
+IDS = np.array([[0, 0, -1, 0, 3, 3, -1, 7, 7], [-1, 5, 5, -1, 1, -1, -1, -1, -1], [-1] * 9])
+OFFSETS = [1, 4, 4, 6, 8]
+
+
+@pytest.mark.parametrize("packing", ["segments", "offsets"])
+def test_the_token_before_each_and_the_last(packing):
+    """Padding is skipped. A segment begins with zero, and what enters is the token before the first one of a row, or of each sequence."""
+    x = np.arange(1.0, 28).reshape(3, 9, 1, 1).astype(np.float32)
+    ids, given = IDS, {"cu_seqlens": None, "segment_ids": jnp.asarray(IDS)}
+    if packing == "offsets":
+        x, given = x[0], {"cu_seqlens": jnp.asarray(OFFSETS), "segment_ids": None}
+        place = np.arange(9)
+        ids = np.stack([np.where((a <= place) & (place < b), 0, -1) for a, b in itertools.pairwise(OFFSETS)])
+    entering = -np.arange(1.0, 1 + len(ids), dtype=np.float32)[:, None, None]
+
+    @quick
+    def call(x, entering):
+        tokens = neighbours_of(frame_of(x, "x", "H P", **given, reverse=False), x)
+        return tokens.shift(x, entering), tokens.end(x, entering)
+
+    shifted, last = map(np.asarray, call(x, entering))
+    rows, shifted = (np.broadcast_to(y, (len(ids), *y.shape[-3:])) for y in (x, shifted))
+    for n in range(len(ids)):
+        latest, of_segment = entering[n], None
+        for t in np.flatnonzero(ids[n] >= 0):
+            begins = of_segment is not None and ids[n, t] != of_segment
+            np.testing.assert_array_equal(shifted[n, t], 0 if begins else latest, err_msg=f"{n}, {t}")
+            latest, of_segment = rows[n, t], ids[n, t]
+        np.testing.assert_array_equal(last[n], latest)
 
 
 @pytest.mark.slow
