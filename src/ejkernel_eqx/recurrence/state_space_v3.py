@@ -285,9 +285,13 @@ def _resolved(frame: Frame, inputs: _Inputs) -> _Inputs:
         )
     of_tokens = {n: frame.operand(n, getattr(inputs, n), (heads,), "H") for n in ("dt", "g", "trap")}
     log_decays("g", of_tokens["g"])
-    by_rank = {"B_bias": size, "C_bias": size, "mimo_x": channels}
-    shapes = {name: (heads, ranks, last) for name, last in by_rank.items()} | {"D": (heads,)}
-    letters = {"B_bias": "H M N", "C_bias": "H M N", "mimo_x": "H M P", "D": "H"}
-    given = [name for name in shapes if getattr(inputs, name) is not None]
-    shared = {n: fitting(n, getattr(inputs, n), shapes[n], letters[n]) for n in given}
+    bias = (heads, ranks, size), "H M N"
+    forms = {
+        "B_bias": bias,
+        "C_bias": bias,
+        "mimo_x": ((heads, ranks, channels), "H M P"),
+        "D": ((heads,), "H"),
+    }
+    given = {name: getattr(inputs, name) for name in forms}
+    shared = {name: fitting(name, value, *forms[name]) for name, value in given.items() if value is not None}
     return inputs._replace(x=x, B=B, C=C, angles=angles, **of_tokens, **shared)
