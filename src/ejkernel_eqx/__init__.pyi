@@ -99,9 +99,11 @@ from .matmul import GroupedMatmul as GroupedMatmul
 from .matmul import Matmul as Matmul
 from .matmul import QuantizedMatmul as QuantizedMatmul
 from .matmul import ScaledMatmul as ScaledMatmul
+from .matmul.float8.training import Float8Weight as Float8Weight
 from .native_sparse import NativeSparseAttention as NativeSparseAttention
 from .native_sparse import PagedNativeSparseAttention as PagedNativeSparseAttention
 from .nn.float8_rows import with_float8_rows as with_float8_rows
+from .nn.float8_rows import with_float8_training as with_float8_training
 from .nn.quantising import quantise as quantise
 from .normalization import GatedRMSNorm as GatedRMSNorm
 from .normalization import ResidualRMSNorm as ResidualRMSNorm

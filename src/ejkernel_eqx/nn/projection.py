@@ -12,9 +12,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from .._errors import UnsupportedError
 from .._shapes import is_symbolic
 from ..core.arguments import accumulator
 from ..matmul.dense.spec import FEW_ROWS
+from ..matmul.float8.training import Float8Weight
 from ..quantised import QuantizedWeight
 from ..quantised.dequantise import is_quantised
 
@@ -59,9 +61,7 @@ def project_parts(
     """
     features, ends = groups * sum(widths), [*itertools.accumulate(widths)][:-1]
     weight: Any = getattr(layer, "weight", None)
-    plain = type(layer) is eqx.nn.Linear and not (
-        isinstance(weight, QuantizedWeight) and in_float8(x, weight)
-    )
+    plain = type(layer) is eqx.nn.Linear and not in_float8(x, weight)
     if plain and _more_tokens(x, features) and mesh_of((x, weight)) is None:
         check_linear(name, layer, x, features)
         apart = lambda a: _parts_of(a, ends, groups, 0)
@@ -77,7 +77,7 @@ def project_together(layers: Mapping[str, Any], x: Array, widths: Sequence[int])
     those of `equinox.nn.Linear`s without biases are one product."""
     plain = all(type(layer) is eqx.nn.Linear and layer.bias is None for layer in layers.values())
     weights = [layer.weight for layer in layers.values()] if plain else []
-    plain = plain and not any(isinstance(w, QuantizedWeight) and in_float8(x, w) for w in weights)
+    plain = plain and not any(in_float8(x, w) for w in weights)
     if plain and _more_tokens(x, sum(widths)) and mesh_of((x, weights)) is None:
         for (name, layer), width in zip(layers.items(), widths, strict=True):
             check_linear(name, layer, x, width)
@@ -131,19 +131,29 @@ def are_few(x: Array) -> bool:
     return not is_symbolic(count) and count <= FEW_ROWS
 
 
-def in_float8(x: Array, weight: QuantizedWeight) -> bool:
+def in_float8(x: Array, weight: Any) -> bool:
     """Returns whether a weight multiplies these rows in float8: many rows, on no explicit mesh, and a weight that asks for it."""
-    return weight.float8_rows is not None and not are_few(x) and mesh_of((x, weight)) is None
+    if getattr(weight, "float8_rows", None) is None or are_few(x):
+        return False
+    mesh = mesh_of((x, weight))
+    if mesh is not None and isinstance(weight, Float8Weight):
+        raise UnsupportedError(
+            f"with_float8_training: expected arrays on no explicit mesh, received some on the axes {', '.join(mesh.shape)}; train on one "
+            "device, or call ejx.with_float8_training(model, False)."
+        )
+    return mesh is None
 
 
 def are_multiplied(x: Array, weights: Sequence[Any]) -> bool:
     """Returns whether a [`Matmul`][ejkernel_eqx.Matmul] multiplies rows by these weights: by arrays, or by quantised ones of one format. On several
     devices the compiler splits weights whose rows share scales better than the kernel, and makes floats of them first."""
+    if any(in_float8(x, w) for w in weights):
+        return False
     if not any(map(is_quantised, weights)):
         return True
     forms = {w.format if is_quantised(w) and not w.transposed else None for w in weights}
     form = forms.pop()
-    if forms or form is None or any(in_float8(x, w) for w in weights):
+    if forms or form is None:
         return False
     return jax.device_count() == 1 or form.block[0] == 1
 
@@ -165,7 +175,7 @@ def product(x: Array, weight: Array | QuantizedWeight, bias: Array | None = None
         and mesh_of((x, weight)) is None
     ):
         return matmul(x, in_dtype(weight, x.dtype), biases=(bias,))
-    if isinstance(weight, QuantizedWeight) and dtype is None and in_float8(x, weight):
+    if dtype is None and in_float8(x, weight):
         return _product(None, None, x, weight, bias)
     operands = [a.astype(x.dtype) for a in (x, weight, bias) if a is not None]
     mesh = mesh_of(operands)
@@ -176,11 +186,11 @@ def _product(
     dtype: Any,
     out: NamedSharding | None,
     x: Array,
-    weight: Array | QuantizedWeight,
+    weight: Array | QuantizedWeight | Float8Weight,
     bias: Array | None = None,
 ) -> Array:
     axes = (((x.ndim - 1,), (1,)), ((), ()))
-    if isinstance(weight, QuantizedWeight):
+    if isinstance(weight, QuantizedWeight | Float8Weight):
         y = weight.float8_rows(x, weight)
     else:
         y = lax.dot_general(x, weight, axes, preferred_element_type=dtype, out_sharding=out)
