@@ -73,8 +73,8 @@ def with_float8_training(
     model = ejx.with_float8_training(model)
     ```
 
-    Up to 64 rows are multiplied in the dtype of the layer; by experts, up to 64 of each on average. So are experts with biases. The sums over
-    rows of a gradient run over all of them, so a device needs all rows: arrays on an explicit mesh are refused.
+    Up to 64 rows are multiplied in the dtype of the layer; by experts, up to 64 of each on average. So are experts with biases. Arrays on an
+    explicit mesh are refused. On an automatic mesh every device gathers the rows of all for the gradient of a weight.
 
     **Arguments:**
 
@@ -86,8 +86,8 @@ def with_float8_training(
 
     **Returns:** the model.
 
-    **Raises:** `ValueError` for a model without such a weight, and as [`ejkernel_eqx.ScaledMatmul`][] for its platform. `UnsupportedError`
-    for a call with arrays on an explicit mesh.
+    **Raises:** `ValueError` for a model without such a weight, for a call with arrays on an explicit mesh, and as
+    [`ejkernel_eqx.ScaledMatmul`][] for its platform.
     """
     kernel = ScaledMatmul(platform=platform)
     grouped = GroupedMatmul(transpose_rhs=True, platform=platform)
@@ -103,7 +103,9 @@ def with_float8_training(
         return Float8Weight(array, kernel, grouped if is_stacked else None) if enabled else array
 
     return _replaced(
-        model, changed, "a weight of floats with 128 inputs and outputs or more, received none; where= may choose others."
+        model,
+        changed,
+        "a weight of floats with 128 inputs and outputs or more, received none; where= may choose others.",
     )
 
 

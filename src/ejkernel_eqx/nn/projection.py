@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._errors import UnsupportedError
 from .._shapes import is_symbolic
 from ..core.arguments import accumulator
 from ..matmul.dense.spec import FEW_ROWS
@@ -137,9 +136,9 @@ def in_float8(x: Array, weight: Any) -> bool:
         return False
     mesh = mesh_of((x, weight))
     if mesh is not None and isinstance(weight, Float8Weight):
-        raise UnsupportedError(
-            f"with_float8_training: expected arrays on no explicit mesh, received some on the axes {', '.join(mesh.shape)}; train on one "
-            "device, or call ejx.with_float8_training(model, False)."
+        raise ValueError(
+            "x: expected arrays on no explicit mesh, as the weight is multiplied in float8 (with_float8_training), received some on one with "
+            f"the axes {', '.join(mesh.shape)}; train on one device or an automatic mesh, or call ejx.with_float8_training(model, False)."
         )
     return mesh is None
 

@@ -98,4 +98,6 @@ def _blocks(x: Array) -> QuantizedWeight:
 def _transposed(weight: QuantizedWeight) -> QuantizedWeight:
     """The same numbers as the weight `[..., in, out]`, whose codes lie in this order."""
     turned = lambda x: jnp.swapaxes(x, -1, -2)
-    return QuantizedWeight(turned(weight.codes), turned(weight.scales), None, None, weight.format, weight.dtype)
+    return QuantizedWeight(
+        turned(weight.codes), turned(weight.scales), None, None, weight.format, weight.dtype
+    )
