@@ -2,11 +2,13 @@
 
     python -m benchmarks quantised --json quantised.json --plot quantised.png
     python -m benchmarks quantised --problems 'M1 |M16 ' --time-limit 300
+    python -m benchmarks quantised --apart --samples 3 --json quantised.json   # a process for each number of rows
     python -m benchmarks quantised --render quantised.json --plot quantised.png --markdown quantised.md
 
 Weights are quantised in the formats of `ejx.quantise`. A problem that is `scaled` quantises the rows too, by `ScaledMatmul`. Others are of
 `Matmul`, and of `GroupedMatmul` with groups. `floats` multiplies by the numbers of the weight in the dtype of the rows. `torch._scaled_mm` casts its
-rows itself, with a scale per channel of the weight and one of all rows. `torch._weight_int4pack_mm` takes the same codes.
+rows itself, with a scale per channel of the weight and one of all rows, and so does `ScaledMatmul` beside it. `torch._weight_int4pack_mm` takes the
+same codes.
 
 Weights of at least 256 MiB are multiplied in turn, so that none is in the cache. The floor is the time of moving the rows, the results, and the codes
 and scales of all groups that have rows, at the speed of a copy in the same run.
@@ -86,12 +88,17 @@ def make_inputs(problem: QuantisedProblem, seed: int = 0) -> Inputs:
     return Inputs({"x": x}, jnp.zeros((p.M, p.N), x.dtype), constants, weight)
 
 
+def scale_of(problem: QuantisedProblem, x: Array) -> Array | None:
+    """The scale of all rows, where PyTorch's product has one."""
+    return jnp.abs(x).max().astype(jnp.float32) / 448 if problem.kind == "fp8" else None
+
+
 @prepare.reference
 def expected_results(problem: QuantisedProblem, inputs: Inputs) -> Arrays:
     """The equation, in float32."""
     x, weight = inputs.learned["x"], inputs.state.astype(jnp.float32)
     if problem.scaled:
-        x = rounded(x, None)
+        x = rounded(x, scale_of(problem, x))
     if not problem.E:
         return {"out": lax.dot_general(x, weight, (((1,), (1,)), ((), ())))}
     arrays = GroupedArrays(x, inputs.constants["sizes"], weight)
@@ -141,7 +148,8 @@ class Quantised(runner.Family):
 
     def ours(self, problem: QuantisedProblem, platform: Any) -> Callable[..., Array]:
         if problem.scaled:
-            return ejx.ScaledMatmul(platform=platform)
+            op = ejx.ScaledMatmul(platform=platform)
+            return lambda x, weight, *sizes: op(x, weight, *sizes, x_scale=scale_of(problem, x))
         if problem.E:
             return ejx.GroupedMatmul(transpose_rhs=True, platform=platform)
         return ejx.Matmul(platform=platform)
@@ -174,6 +182,9 @@ class Quantised(runner.Family):
         if problem.scaled:
             return (scaled_mm(),) if problem.kind == "fp8" else ()
         return (int4pack_mm(128),) if problem.kind == "int4" else ()
+
+    def apart(self, problem: QuantisedProblem) -> str:
+        return f"M{problem.M}"
 
     def complete(self, problem: QuantisedProblem, inputs: Inputs, direction: str, rows: list[Row]) -> None:
         share = (problem.active or problem.E) / problem.E if problem.E else 1.0
