@@ -28,8 +28,9 @@ def in_blocks(x: Any) -> np.ndarray:
     for i in range(0, x.shape[0], 128):
         for j in range(0, x.shape[1], 128):
             part = x[i : i + 128, j : j + 128]
-            scale = np.abs(part).max() / F32(448) or F32(1)
-            out[i : i + 128, j : j + 128] = (part / scale).astype(E4M3).astype(np.float64) * np.float64(scale)
+            top = np.abs(part).max()
+            codes = (part * (F32(448) / top)).astype(E4M3).astype(np.float64)
+            out[i : i + 128, j : j + 128] = codes * np.float64(top / F32(448))
     return out
 
 

@@ -11,7 +11,11 @@ from ..._shapes import AnyArray
 from ...quantised.quantise import KINDS, quantised_array
 from ...quantised.weight import QuantizedWeight
 from ..grouped import GroupedMatmul
+from .core import SCALED
 from .operation import ScaledMatmul
+from .spec import GROUP, ScaledArrays, ScaledSpec
+
+_BLOCKS = KINDS["fp8-block"]
 
 
 class Float8Weight(eqx.Module):
@@ -66,33 +70,36 @@ class Float8Weight(eqx.Module):
 def _product(
     kernel: ScaledMatmul, grouped: GroupedMatmul | None, x: Array, weight: Array, sizes: Array | None
 ) -> Array:
-    return kernel(x, _blocks(weight), sizes)
+    if sizes is not None:
+        return kernel(x, quantised_array(weight, _BLOCKS), sizes)
+    return _dense(kernel, x, weight, (False, False))
 
 
-def _forward(kernel: Any, grouped: Any, x: Array, weight: Array, sizes: Array | None) -> Any:
-    blocks = _blocks(weight)
-    # Dense products keep codes of the rows only.
-    kept = x if sizes is not None else _blocks(x.reshape(-1, x.shape[-1]).T)
-    like = jnp.empty((0,), weight.dtype)
-    return kernel(x, blocks, sizes), (kernel, grouped, kept, _transposed(blocks), sizes, like)
+def _dense(kernel: ScaledMatmul, x: Array, weight: Array, turned: tuple[bool, bool]) -> Array:
+    """Rows `[..., K]` times a weight of floats `[N, K]`; turned ones are `[K, M]` and `[K, N]`."""
+    arrays = ScaledArrays(x if x.ndim > 1 else x[None], floats=weight)
+    out = SCALED.call(kernel.plan, kernel.operation, arrays, ScaledSpec(x.dtype.name, GROUP, turned))["out"]
+    return out if x.ndim > 1 else out[0]
 
 
-def _backward(saved: Any, dy: Array) -> Any:
-    kernel, grouped, kept, transposed, sizes, like = saved
-    dx = kernel(dy, transposed, sizes)
+def _forward(*given: Any) -> Any:
+    return _product(*given), given
+
+
+def _backward(given: Any, dy: Array) -> Any:
+    kernel, grouped, x, weight, sizes = given
     if sizes is None:
-        dw = kernel(dy.reshape(-1, dy.shape[-1]).T, kept)
+        rows = lambda a: a.reshape(-1, a.shape[-1])
+        dx = _dense(kernel, dy, weight, (False, True))
+        dw = _dense(kernel, rows(dy), rows(x), (True, True))
     else:
-        zeros = jnp.zeros((*transposed.shape[:-2], dy.shape[-1], kept.shape[-1]), kept.dtype)
-        (dw,) = jax.vjp(lambda w: grouped(kept, w, sizes), zeros)[1](dy)
-    return None, None, dx, dw.astype(like.dtype), None
+        dx = kernel(dy, _transposed(quantised_array(weight, _BLOCKS)), sizes)
+        zeros = jnp.zeros(weight.shape, x.dtype)
+        (dw,) = jax.vjp(lambda w: grouped(x, w, sizes), zeros)[1](dy)
+    return None, None, dx, dw.astype(weight.dtype), None
 
 
 _product.defvjp(_forward, _backward)
-
-
-def _blocks(x: Array) -> QuantizedWeight:
-    return quantised_array(x, KINDS["fp8-block"])
 
 
 def _transposed(weight: QuantizedWeight) -> QuantizedWeight:
