@@ -160,8 +160,8 @@ def _check_mesh(args: argparse.Namespace) -> None:
         raise UsageError(
             "--distil: expected none with --mesh, over which no teacher is placed; leave one out."
         )
-    if args.float8:
-        raise UsageError("--float8: expected none with --mesh, whose arrays it does not take; leave one out.")
+    if args.float8 and args.mesh.shape["tensor"] > 1:
+        raise UsageError("--float8: expected a --mesh without tensor, which splits features; leave one out.")
     if args.lora:
         raise UsageError(
             "--lora: expected none with --mesh, whose recipe splits whole matrices; leave one out."

@@ -15,7 +15,7 @@ from ejkernel_eqx.nn.projection import project, project_parts, project_together
 from tests.agreement import platforms
 from tests.attention.dense import normal, quick
 from tests.matmul.float8.cases import as_numbers, by_group, E4M3, F32
-from tests.meshes import mesh_of
+from tests.meshes import collectives, mesh_of
 from tests.tolerances import assert_close, errors
 
 platform = platforms()
@@ -48,15 +48,13 @@ def linear(width: int = 160, features: int = 288, **options: Any) -> eqx.nn.Line
     return eqx.nn.Linear(features, width, **options, key=jax.random.key(0))
 
 
-def both(layer: Any, x: Any, dy: Any) -> tuple[Any, Any, Any]:
-    """The result of a linear layer, and its gradients, compiled."""
-    call = lambda layer, x: project("layer", layer, x, dy.shape[-1])
+def vjp(layer: Any, x: Any, dy: Any) -> tuple[Any, Any, Any]:
+    """The result of a linear layer, and its gradients."""
+    out, pull = eqx.filter_vjp(lambda layer, x: project("layer", layer, x, dy.shape[-1]), layer, x)
+    return out, *pull(dy)
 
-    def run(layer: Any, x: Any, dy: Any) -> Any:
-        out, pull = eqx.filter_vjp(call, layer, x)
-        return out, *pull(dy)
 
-    return eqx.filter_jit(run)(layer, x, dy)
+both = eqx.filter_jit(vjp)
 
 
 def test_a_layer_agrees_with_the_formula(platform):
@@ -219,17 +217,35 @@ def test_which_weights():
         ejx.with_float8_training(ejx.quantise(layers.wide, "fp8"))
 
 
-def test_where_it_cannot_run():
+EVERYWHERE = [("explicit", jax.P("dp")), ("explicit", jax.P()), ("automatic", jax.P("dp"))]
+
+
+@pytest.mark.parametrize(
+    "kind, spec", [EVERYWHERE[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in EVERYWHERE[1:])]
+)
+def test_a_mesh_splits_rows_and_parameters(kind, spec, platform):
+    """Rows stay on their devices; the gradient of the weight is summed over them, and lies as the weight."""
+    layer, x, dy = (
+        ejx.with_float8_training(linear(256), platform=platform),
+        normal(1, 2, 128, 288),
+        normal(2, 2, 128, 256),
+    )
+    put = lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh_of(kind), spec))
+    wanted = both(layer, x, dy)
+    split = jax.tree.map(lambda leaf: put(leaf, spec), layer)
+    given = split, put(x, jax.P("dp")), put(dy, jax.P("dp"))
+    jax.tree.map(lambda a, b: assert_close(a, b, kind="gradient"), both(*given), wanted)
+    if kind == "explicit":
+        found = collectives(eqx.filter_jit(vjp).lower(*given).compile().compiled)
+        assert found["all-reduce"] == 1 and found["all-gather"] == (2 if spec == jax.P("dp") else 0)
+
+
+def test_what_a_mesh_may_not_split():
     mesh, layer = mesh_of("explicit"), ejx.with_float8_training(linear(128, 128))
-    x = jax.device_put(normal(1, 80, 128), jax.NamedSharding(mesh, jax.P("dp")))
-    with pytest.raises(ValueError, match=r"no explicit mesh, .* received some on one with the axes dp, tp"):
+    x = jax.device_put(normal(1, 80, 128), jax.NamedSharding(mesh, jax.P("dp", "tp")))
+    with pytest.raises(ValueError, match=r"whose axes split rows, .* features split by tp"):
         project("layer", layer, x, 128)
-
-
-@pytest.mark.slow
-def test_an_automatic_mesh_splits_rows(platform):
-    layer, x, dy = linear(), normal(1, 140, 288), normal(2, 140, 160)
-    layer = ejx.with_float8_training(layer, platform=platform)
-    put = lambda x: jax.device_put(x, jax.NamedSharding(mesh_of("automatic"), jax.P("dp")))
-    wanted, found = both(layer, x, dy), both(layer, put(x), put(dy))
-    jax.tree.map(lambda a, b: assert_close(a, b, kind="gradient"), found, wanted)
+    options = {"num_experts": 2, "top_k": 1, "activation": "silu"}
+    mixture = ejx.with_float8_training(ejx.nn.MixtureOfExperts(128, 128, **options, key=jax.random.key(0)))
+    with pytest.raises(ValueError, match=r"experts: .* received weights of with_float8_training"):
+        mixture(jax.device_put(x, jax.NamedSharding(mesh, jax.P("dp"))))

@@ -73,8 +73,9 @@ def with_float8_training(
     model = ejx.with_float8_training(model)
     ```
 
-    Up to 64 rows are multiplied in the dtype of the layer; by experts, up to 64 of each on average. So are experts with biases. Arrays on an
-    explicit mesh are refused. On an automatic mesh every device gathers the rows of all for the gradient of a weight.
+    Up to 64 rows are multiplied in the dtype of the layer; by experts, up to 64 of each on average. So are experts with biases. A mesh may split
+    rows, and parameters over the devices of rows. Each device then has the whole weight for a product. Features that are split, and experts on a
+    mesh, are refused.
 
     **Arguments:**
 
@@ -86,8 +87,8 @@ def with_float8_training(
 
     **Returns:** the model.
 
-    **Raises:** `ValueError` for a model without such a weight, for a call with arrays on an explicit mesh, and as
-    [`ejkernel_eqx.ScaledMatmul`][] for its platform.
+    **Raises:** `ValueError` for a model without such a weight, for a call with split features, and as [`ejkernel_eqx.ScaledMatmul`][] for
+    its platform.
     """
     kernel = ScaledMatmul(platform=platform)
     grouped = GroupedMatmul(transpose_rhs=True, platform=platform)

@@ -131,16 +131,29 @@ def are_few(x: Array) -> bool:
 
 
 def in_float8(x: Array, weight: Any) -> bool:
-    """Returns whether a weight multiplies these rows in float8: many rows, on no explicit mesh, and a weight that asks for it."""
+    """Returns whether a weight multiplies these rows in float8: many rows, and a weight that asks for it, a quantised one on no explicit mesh."""
     if getattr(weight, "float8_rows", None) is None or are_few(x):
         return False
-    mesh = mesh_of((x, weight))
-    if mesh is not None and isinstance(weight, Float8Weight):
+    return isinstance(weight, Float8Weight) or mesh_of((x, weight)) is None
+
+
+def _float8(x: Array, weight: Any, bias: Array | None) -> Array:
+    """The product in float8. On an explicit mesh each device multiplies its rows by the whole weight, as in training with parameters split over the
+    devices of the batch."""
+    if (mesh := mesh_of((x, weight))) is None:
+        return _product(None, None, x, weight, bias)
+    axes = lambda array: [mesh_axes(entry) for entry in jax.typeof(array).sharding.spec]
+    *lead, last = axes(x) if mesh_of(x) is not None else [()]
+    of_rows = {axis for entry in lead for axis in entry}
+    others = {*last, *(axis for entry in axes(weight.array) for axis in entry)} - of_rows
+    if any(mesh.shape[axis] > 1 for axis in others):
         raise ValueError(
-            "x: expected arrays on no explicit mesh, as the weight is multiplied in float8 (with_float8_training), received some on one with "
-            f"the axes {', '.join(mesh.shape)}; train on one device or an automatic mesh, or call ejx.with_float8_training(model, False)."
+            f"x: expected a mesh whose axes split rows, as the weight is multiplied in float8 (with_float8_training), received features split by "
+            f"{', '.join(sorted(others))}; leave that axis out, or call ejx.with_float8_training(model, False)."
         )
-    return mesh is None
+    array = _reshard(weight.array, mesh, ())
+    weight = eqx.tree_at(lambda weight: weight.array, weight, array)
+    return _product(None, None, x, weight, None if bias is None else _reshard(bias, mesh, ()))
 
 
 def are_multiplied(x: Array, weights: Sequence[Any]) -> bool:
@@ -175,7 +188,7 @@ def product(x: Array, weight: Array | QuantizedWeight, bias: Array | None = None
     ):
         return matmul(x, in_dtype(weight, x.dtype), biases=(bias,))
     if dtype is None and in_float8(x, weight):
-        return _product(None, None, x, weight, bias)
+        return _float8(x, weight, bias)
     operands = [a.astype(x.dtype) for a in (x, weight, bias) if a is not None]
     mesh = mesh_of(operands)
     return _product(dtype, None, *operands) if mesh is None else _over_mesh(mesh, dtype, *operands)

@@ -5,7 +5,7 @@ from typing import Any
 from ...core import Kind
 from ...dispatch import Problem
 from . import reference
-from .spec import letters_by, rows_of_block, ScaledArrays, ScaledSpec, SHARED
+from .spec import is_partial, letters_by, rows_of_block, ScaledArrays, ScaledSpec, SHARED
 
 
 def problem_of(operation: str, arrays: ScaledArrays, spec: ScaledSpec) -> Problem:
@@ -15,6 +15,7 @@ def problem_of(operation: str, arrays: ScaledArrays, spec: ScaledSpec) -> Proble
     if arrays.floats is not None:
         size["R"] = rows_of_block(size["N"])
         size["bN"] = size["N"] // size["R"]
+    size.setdefault("K", size.get("bK"))
     rows = 0 if size["bN"] == 1 else size["R"]
     count = arrays.x.shape[-1 if spec.turned[0] else -2]
     dims = {"B": size["B"], "M": count, "K": size["K"], "N": size["bN"] * size["R"]}
@@ -33,4 +34,5 @@ SCALED = Kind(
     learned=("x",),
     shared=SHARED,
     one_by_one=True,
+    partial=is_partial,
 )

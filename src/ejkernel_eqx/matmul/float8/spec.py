@@ -22,7 +22,7 @@ class ScaledSpec:
 
     - `out_dtype`: of the result.
     - `columns`: of the weight, that share a scale, a multiple of `GROUP`; 0 for all.
-    - `turned`: whether rows lie as `[K, M]`, and a weight of floats as `[K, N]`.
+    - `turned`: whether rows lie as `[K, M]`, and a weight of floats as `[K, N]`; rows only together with the weight.
     """
 
     out_dtype: str
@@ -55,11 +55,18 @@ def letters_of(is_grouped: bool) -> Letters:
 
 
 def letters_by(arrays: ScaledArrays, spec: ScaledSpec) -> Letters:
-    """The letters of a call. Blocks of floats stay together, and so do turned rows, which are summed over."""
+    """The letters of a call. Devices have whole floats; if both sides are turned, as in the gradient of a weight, each has some of the rows that
+    are summed over."""
     if arrays.floats is None:
         return letters_of(arrays.sizes is not None)
-    x, weight = "K M" if spec.turned[0] else "bM K", "K N" if spec.turned[1] else "N K"
-    return Letters.of({"x": x, "floats": weight, "out": f"{x.replace('K', '').strip()} N"})
+    if all(spec.turned):
+        return Letters.of({"x": "bK M", "floats": "bK N", "out": "M N"})
+    return Letters.of({"x": "bM K", "floats": "K N" if spec.turned[1] else "N K", "out": "bM N"})
+
+
+def is_partial(arrays: ScaledArrays, spec: ScaledSpec) -> bool:
+    """Whether a mesh may split the summed axis."""
+    return arrays.floats is not None and all(spec.turned)
 
 
 def rows_of_block(rows: int) -> int:
