@@ -71,6 +71,7 @@ def test_a_layer_agrees_with_the_formula(platform):
     assert 5e-3 < errors(d_layer.weight.array, exact).rms < 0.05
 
 
+@pytest.mark.slow
 def test_weights_of_another_dtype_and_parts():
     """bfloat16 rows by a float32 weight, whose gradient is float32; parts and neighbours are those of the whole product."""
     layer = ejx.with_float8_training(linear(use_bias=False))
@@ -87,36 +88,47 @@ def test_weights_of_another_dtype_and_parts():
         assert_close(one, whole)
 
 
-def test_stacked_layers(platform):
-    """`vmap` and `scan` over stacked layers, as models have them."""
-    layers = [
-        linear(256, 256, use_bias=False),
-        eqx.nn.Linear(256, 256, use_bias=False, key=jax.random.key(5)),
-    ]
-    each = [ejx.with_float8_training(layer, platform=platform) for layer in layers]
-    stack: Any = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+def stacked(platform: Any) -> tuple[Any, list[Any]]:
+    """Two layers in one, as models have them, and each alone."""
+    keys = jax.random.split(jax.random.key(0))
+    each = [eqx.nn.Linear(256, 256, use_bias=False, key=key) for key in keys]
+    each = [ejx.with_float8_training(layer, platform=platform) for layer in each]
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *each), each
+
+
+@pytest.mark.few(1)
+def test_vmap(platform):
+    stack, each = stacked(platform)
     x, dy = normal(1, 66, 256), normal(2, 66, 256)
-    pair = [both(layer, x, dy) for layer in each]
-    out, dw, dx = eqx.filter_vmap(both, in_axes=(eqx.if_array(0), None, None))(stack, x, dy)
-    for i, one in enumerate(pair):
-        assert_close(out[i], one[0])
-        assert_close(dw.weight.array[i], one[1].weight.array, kind="gradient")
-        assert_close(dx[i], one[2], kind="gradient")
+    found = eqx.filter_vmap(both, in_axes=(eqx.if_array(0), None, None))(stack, x, dy)
+    for i, layer in enumerate(each):
+        for one, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(both(layer, x, dy)), strict=True):
+            assert_close(one[i], wanted, kind="gradient")
+
+
+@pytest.mark.slow
+def test_scan(platform):
+    stack, each = stacked(platform)
+    x, dy = normal(1, 66, 256), normal(2, 66, 256)
     arrays, rest = eqx.partition(stack, eqx.is_array)
-    through = lambda x, arrays: jax.lax.scan(
-        lambda x, one: (project("layer", eqx.combine(one, rest), x, 256), None), x, arrays
-    )[0]
-    in_turn = lambda x, each: project("layer", each[1], project("layer", each[0], x, 256), 256)
-    out, pull = quick(lambda x: jax.vjp(through, x, arrays))(x)
-    wanted, d_each = quick(lambda x, dy: (lambda out, pull: (out, pull(dy)))(*jax.vjp(in_turn, x, each)))(
-        x, dy
-    )
-    assert_close(out, wanted)
-    dx, d_stack = quick(pull)(dy)
-    assert_close(dx, d_each[0], kind="gradient")
-    assert_close(d_stack.weight.array[1], d_each[1][1].weight.array, kind="gradient")
+    step = lambda x, one: (project("layer", eqx.combine(one, rest), x, 256), None)
+
+    @quick
+    def scanned(x: Any, arrays: Any) -> Any:
+        out, pull = jax.vjp(lambda x, arrays: jax.lax.scan(step, x, arrays)[0], x, arrays)
+        return out, *pull(dy)
+
+    first = both(each[0], x, dy)[0]
+    out, d_last, d_first = both(each[1], first, dy)
+    _, d_layer, dx = both(each[0], x, d_first)
+    found = scanned(x, arrays)
+    assert_close(found[0], out)
+    assert_close(found[1], dx, kind="gradient")
+    for i, wanted in enumerate((d_layer, d_last)):
+        assert_close(found[2].weight.array[i], wanted.weight.array, kind="gradient")
 
 
+@pytest.mark.few(1)
 def test_experts(platform):
     """The product and the gradient of the rows in float8, that of the weights as without."""
     options = {"num_experts": 2, "top_k": 1, "activation": "relu2", "gated": False, "platform": "xla"}

@@ -8,8 +8,7 @@ import equinox as eqx
 import jax
 
 from ..dispatch import PlatformLike
-from ..matmul import GroupedMatmul, ScaledMatmul
-from ..matmul.float8.training import Float8Weight
+from ..matmul import Float8Weight, GroupedMatmul, ScaledMatmul
 from ..quantised.dequantise import is_quantised
 from .moe.experts import Experts
 

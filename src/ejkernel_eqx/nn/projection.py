@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._shapes import is_symbolic
 from ..core.arguments import accumulator
+from ..matmul import Float8Weight
 from ..matmul.dense.spec import FEW_ROWS
-from ..matmul.float8.training import Float8Weight
 from ..quantised import QuantizedWeight
 from ..quantised.dequantise import is_quantised
 
@@ -198,7 +198,7 @@ def _product(
     dtype: Any,
     out: NamedSharding | None,
     x: Array,
-    weight: Array | QuantizedWeight | Float8Weight,
+    weight: Any,
     bias: Array | None = None,
 ) -> Array:
     axes = (((x.ndim - 1,), (1,)), ((), ()))

@@ -61,7 +61,7 @@ class Float8Weight(eqx.Module):
     def __matmul__(self, x: Any) -> Array:
         return self.array @ x
 
-    def float8_rows(self, x: Array, weight: "Float8Weight", sizes: Array | None = None) -> Array:
+    def float8_rows(self, x: Array, weight: Any, sizes: Array | None = None) -> Array:
         """Rows `[..., K]` times the weight, in float8."""
         return _product(self.kernel, self.grouped, x, jnp.asarray(weight.array), sizes)
 

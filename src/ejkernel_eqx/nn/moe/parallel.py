@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ...core.plans import has_simulated
 from ...dispatch import Backend
 from ...dispatch.device import place_of_calls
-from ...matmul.float8.training import Float8Weight
+from ...matmul import Float8Weight
 from ...parallel import match_varying
 from ...parallel.mesh import explicit_mesh, inside_manual_mesh, resharded, spec_of
 from ...quantised.dequantise import is_quantised
