@@ -30,7 +30,9 @@ def quantised(x: Array, x_scale: Array | None, rows: int = 1) -> tuple[Array, Ar
     else:
         scale = x_scale.astype(jnp.float32).reshape(*x_scale.shape, *(1,) * (x.ndim - x_scale.ndim))
         inverse = 1 / scale
-    return jnp.clip(x * inverse, -LARGEST, LARGEST).astype(jnp.float8_e4m3fn), scale
+    codes = jnp.clip(x * inverse, -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
+    # XLA would leave out a conversion to fewer bits and back.
+    return lax.optimization_barrier(codes), scale
 
 
 @jax.custom_jvp
