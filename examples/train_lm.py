@@ -112,6 +112,8 @@ def make_state(
         model = make_model(Architecture(**architecture), **options, key=key)
     if kind := architecture.get("quantise"):
         model = ejx.quantise(model, kind)
+    if args.float8:
+        ejx.with_float8_training(model)  # which says so if there is no wide layer
     if rank := architecture.get("lora"):
         model = add_lora(model, rank, key=jax.random.key(args.seed + 1))
     return TrainState(model, make_optimiser(args).init(eqx.filter(model, trained(model))), 0)

@@ -203,9 +203,10 @@ def test_kernels_compile_for_hopper(sizes, dtype, flags):
 def test_kernels_of_training_compile_for_hopper(m, k, n, turned):
     """Those that round floats, lying either way, and the product behind them."""
     triton = pytest.importorskip("ejkernel_eqx.matmul.float8.triton.compiled")
-    lying = lambda shape, is_turned: jax.ShapeDtypeStruct(shape[::-1] if is_turned else shape, jnp.bfloat16)
+    of: Any = jax.ShapeDtypeStruct
+    lying = lambda shape, is_turned: of(shape[::-1] if is_turned else shape, jnp.bfloat16)
     x, weight = (lying(shape, is_turned) for shape, is_turned in zip(((m, k), (n, k)), turned))
-    arrays = ScaledArrays(jax.ShapeDtypeStruct((1, *x.shape), x.dtype), floats=weight)
+    arrays = ScaledArrays(of((1, *x.shape), x.dtype), floats=weight)
     spec = ScaledSpec("bfloat16", 128, turned)
     config = triton.default_config(SCALED.problem_of("scaled_matmul", arrays, spec), HOPPER)
     made: list[Any] = []
