@@ -137,25 +137,6 @@ def in_float8(x: Array, weight: Any) -> bool:
     return isinstance(weight, Float8Weight) or mesh_of((x, weight)) is None
 
 
-def _float8(x: Array, weight: Any, bias: Array | None) -> Array:
-    """The product in float8. On an explicit mesh each device multiplies its rows by the whole weight, as in training with parameters split over the
-    devices of the batch."""
-    if (mesh := mesh_of((x, weight))) is None:
-        return _product(None, None, x, weight, bias)
-    axes = lambda array: [mesh_axes(entry) for entry in jax.typeof(array).sharding.spec]
-    *lead, last = axes(x) if mesh_of(x) is not None else [()]
-    of_rows = {axis for entry in lead for axis in entry}
-    others = {*last, *(axis for entry in axes(weight.array) for axis in entry)} - of_rows
-    if any(mesh.shape[axis] > 1 for axis in others):
-        raise ValueError(
-            f"x: expected a mesh whose axes split rows, as the weight is multiplied in float8 (with_float8_training), received features split by "
-            f"{', '.join(sorted(others))}; leave that axis out, or call ejx.with_float8_training(model, False)."
-        )
-    array = _reshard(weight.array, mesh, ())
-    weight = eqx.tree_at(lambda weight: weight.array, weight, array)
-    return _product(None, None, x, weight, None if bias is None else _reshard(bias, mesh, ()))
-
-
 def are_multiplied(x: Array, weights: Sequence[Any]) -> bool:
     """Returns whether a [`Matmul`][ejkernel_eqx.Matmul] multiplies rows by these weights: by arrays, or by quantised ones of one format. On several
     devices the compiler splits weights whose rows share scales better than the kernel, and makes floats of them first."""
@@ -188,7 +169,8 @@ def product(x: Array, weight: Array | QuantizedWeight, bias: Array | None = None
     ):
         return matmul(x, in_dtype(weight, x.dtype), biases=(bias,))
     if dtype is None and in_float8(x, weight):
-        return _float8(x, weight, bias)
+        mesh = mesh_of((x, weight))
+        return _product(None, None, x, weight, bias) if mesh is None else _float8_over(mesh, x, weight, bias)
     operands = [a.astype(x.dtype) for a in (x, weight, bias) if a is not None]
     mesh = mesh_of(operands)
     return _product(dtype, None, *operands) if mesh is None else _over_mesh(mesh, dtype, *operands)
@@ -226,6 +208,24 @@ def _over_mesh(mesh: Any, dtype: Any, x: Array, weight: Array, bias: Array | Non
     rows = tuple(axis for axis in mesh_axes(jax.typeof(weight).sharding.spec[0]) if axis not in taken) or None
     bias = None if bias is None else _reshard(bias, mesh, (rows,))
     return _product(dtype, NamedSharding(mesh, PartitionSpec(*lead, rows)), x, weight, bias)
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _float8_over(mesh: Any, x: Array, weight: Any, bias: Array | None) -> Array:
+    """The product in float8 on an explicit mesh. Each device multiplies its rows by the whole weight, as in training with parameters sharded over the
+    devices of the batch."""
+    x, array = (on_mesh(mesh, a) for a in (x, weight.array))
+    *lead, last = jax.typeof(x).sharding.spec
+    axes_in = lambda entries: {axis for entry in entries for axis in mesh_axes(entry)}
+    others = axes_in([last, *jax.typeof(array).sharding.spec]) - axes_in(lead)
+    if any(mesh.shape[axis] > 1 for axis in others):
+        raise ValueError(
+            f"x: expected a mesh whose axes split rows, as the weight is multiplied in float8 (with_float8_training), received features split by "
+            f"{', '.join(sorted(others))}; leave that axis out, or call ejx.with_float8_training(model, False)."
+        )
+    weight = eqx.tree_at(lambda weight: weight.array, weight, _reshard(array, mesh, ()))
+    bias = None if bias is None else _reshard(bias, mesh, ())
+    return _product(None, None, _reshard(x, mesh, (*lead, None)), weight, bias)
 
 
 def mesh_of(arrays: Any) -> Any:
