@@ -2,7 +2,7 @@
 
     python -m benchmarks quantised --json quantised.json --plot quantised.png
     python -m benchmarks quantised --problems 'M1 |M16 ' --time-limit 300
-    python -m benchmarks quantised --apart --samples 3 --json quantised.json   # a process for each number of rows
+    python -m benchmarks quantised --apart --samples 3 --json quantised.json   # a process for each size
     python -m benchmarks quantised --render quantised.json --plot quantised.png --markdown quantised.md
 
 Weights are quantised in the formats of `ejx.quantise`. A problem that is `scaled` quantises the rows too, by `ScaledMatmul`. Others are of
@@ -186,7 +186,7 @@ class Quantised(runner.Family):
         return (int4pack_mm(128),) if problem.kind == "int4" else ()
 
     def apart(self, problem: QuantisedProblem) -> str:
-        return f"M{problem.M}"
+        return f"M{problem.M} N{problem.N}"
 
     def complete(self, problem: QuantisedProblem, inputs: Inputs, direction: str, rows: list[Row]) -> None:
         share = (problem.active or problem.E) / problem.E if problem.E else 1.0

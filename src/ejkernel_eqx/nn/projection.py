@@ -19,6 +19,8 @@ from ..matmul.dense.spec import FEW_ROWS
 from ..quantised import QuantizedWeight
 from ..quantised.dequantise import is_quantised
 
+Weight = Array | QuantizedWeight | Float8Weight
+
 
 def project(name: str, layer: Any, x: Array, features: int) -> Array:
     """Applies the projection `layer`, called `name`, to the last axis of `x` `[..., in]`, and returns `[..., features]`.
@@ -151,12 +153,12 @@ def are_multiplied(x: Array, weights: Sequence[Any]) -> bool:
     return jax.device_count() == 1 or form.block[0] == 1
 
 
-def in_dtype(weight: Array | QuantizedWeight, dtype: Any) -> Array | QuantizedWeight:
+def in_dtype(weight: Weight, dtype: Any) -> Any:
     """The weight of a `Matmul`: an array in this dtype, or quantised as it is."""
     return weight if is_quantised(weight) else weight.astype(dtype)
 
 
-def product(x: Array, weight: Array | QuantizedWeight, bias: Array | None = None, dtype: Any = None) -> Array:
+def product(x: Array, weight: Weight, bias: Array | None = None, dtype: Any = None) -> Array:
     """`x` `[..., in]` times the rows of `weight` `[out, in]`, on any mesh: `[..., out]` in `dtype`, by default that of `x`, to which weight and
     bias are cast."""
     matmul: Any = multiplied_by.value
@@ -180,7 +182,7 @@ def _product(
     dtype: Any,
     out: NamedSharding | None,
     x: Array,
-    weight: Any,
+    weight: Weight,
     bias: Array | None = None,
 ) -> Array:
     axes = (((x.ndim - 1,), (1,)), ((), ()))
@@ -211,10 +213,10 @@ def _over_mesh(mesh: Any, dtype: Any, x: Array, weight: Array, bias: Array | Non
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _float8_over(mesh: Any, x: Array, weight: Any, bias: Array | None) -> Array:
+def _float8_over(mesh: Any, x: Array, weight: Float8Weight, bias: Array | None) -> Array:
     """The product in float8 on an explicit mesh. Each device multiplies its rows by the whole weight, as in training with parameters sharded over the
     devices of the batch."""
-    x, array = (on_mesh(mesh, a) for a in (x, weight.array))
+    x, array = on_mesh(mesh, x), on_mesh(mesh, jnp.asarray(weight.array))
     *lead, last = jax.typeof(x).sharding.spec
     axes_in = lambda entries: {axis for entry in entries for axis in mesh_axes(entry)}
     others = axes_in([last, *jax.typeof(array).sharding.spec]) - axes_in(lead)
