@@ -88,7 +88,8 @@ def _forward(arrays: ScaledArrays, spec: ScaledSpec, config: ScaledTile) -> dict
     numbers |= {"COLUMNS": spec.columns, "GROUPED": grouped, "GROUP": GROUP}
     weights = 0 if arrays.sizes is None else arrays.sizes.shape[-1]
     numbers |= {"B": batch, "E": weights, "RAGGED": weights > 0, "BLOCK_E": padded(weights + 1)}
-    launch = Launcher("float8", arrays._asdict(), numbers, arrays.scales)
+    # Rows that several weights multiply are rounded once: those launches have the same arguments.
+    launch = Launcher("float8", arrays._asdict(), numbers, arrays.x)
     if spec.turned[0]:
         codes, scales = _codes_of(arrays.x, True, False)
         made = {"rounded": codes, "rounded_scales": scales}
