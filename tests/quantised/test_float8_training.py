@@ -104,6 +104,11 @@ def test_vmap(platform):
     for i, layer in enumerate(each):
         for one, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(both(layer, x, dy)), strict=True):
             assert_close(one[i], wanted, kind="gradient")
+    # Cotangents of the same rows: the launch of the gradient of the weight has several examples.
+    cotangents = jnp.stack([dy, 3 * dy[::-1]])
+    found = eqx.filter_vmap(both, in_axes=(None, None, 0))(each[0], x, cotangents)
+    for i, one in enumerate(cotangents):
+        assert_close(found[1].weight.array[i], both(each[0], x, one)[1].weight.array, kind="gradient")
 
 
 @pytest.mark.slow
