@@ -8,7 +8,7 @@ from typing import Any
 
 FAMILIES = "attention linear cells decode sparse pooling moe moe-layer quantised latent native-sparse".split()
 """The benchmarks of `runner.py`."""
-SCRIPTS = "decode-gaps devices everything generate host-cost mask-construction platform-times ring".split()
+SCRIPTS = "decode-gaps devices everything float8-loss generate host-cost mask-construction platform-times ring".split()
 SCRIPTS += "serving-steps tpu-static train-step tune".split()
 """The other commands."""
 _SHARED = {"moe-layer": "moe", "host-cost": "host", "mask-construction": "host", "platform-times": "tune"}

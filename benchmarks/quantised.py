@@ -2,11 +2,13 @@
 
     python -m benchmarks quantised --json quantised.json --plot quantised.png
     python -m benchmarks quantised --problems 'M1 |M16 ' --time-limit 300
+    python -m benchmarks quantised --apart --samples 3 --json quantised.json   # a process for each size
     python -m benchmarks quantised --render quantised.json --plot quantised.png --markdown quantised.md
 
 Weights are quantised in the formats of `ejx.quantise`. A problem that is `scaled` quantises the rows too, by `ScaledMatmul`. Others are of
 `Matmul`, and of `GroupedMatmul` with groups. `floats` multiplies by the numbers of the weight in the dtype of the rows. `torch._scaled_mm` casts its
-rows itself, with a scale per channel of the weight and one of all rows. `torch._weight_int4pack_mm` takes the same codes.
+rows itself, with a scale per channel of the weight and one of all rows, and so does `ScaledMatmul` beside it. `torch._weight_int4pack_mm` takes the
+same codes.
 
 Weights of at least 256 MiB are multiplied in turn, so that none is in the cache. The floor is the time of moving the rows, the results, and the codes
 and scales of all groups that have rows, at the speed of a copy in the same run.
@@ -33,6 +35,8 @@ from ejkernel_eqx.matmul.spec import GroupedArrays, GroupedSpec
 from ejkernel_eqx.quantised.numbers import floats
 
 COPY, FLOATS = "copy", "floats"
+COPIED = lambda: 2**20 if jax.default_backend() == "cpu" else 2**30
+"""Bytes of the copy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,12 +90,17 @@ def make_inputs(problem: QuantisedProblem, seed: int = 0) -> Inputs:
     return Inputs({"x": x}, jnp.zeros((p.M, p.N), x.dtype), constants, weight)
 
 
+def scale_of(problem: QuantisedProblem, x: Array) -> Array | None:
+    """The scale of all rows, where PyTorch's product has one."""
+    return jnp.abs(x).max().astype(jnp.float32) / 448 if problem.kind == "fp8" else None
+
+
 @prepare.reference
 def expected_results(problem: QuantisedProblem, inputs: Inputs) -> Arrays:
     """The equation, in float32."""
     x, weight = inputs.learned["x"], inputs.state.astype(jnp.float32)
     if problem.scaled:
-        x = rounded(x, None)
+        x = rounded(x, scale_of(problem, x))
     if not problem.E:
         return {"out": lax.dot_general(x, weight, (((1,), (1,)), ((), ())))}
     arrays = GroupedArrays(x, inputs.constants["sizes"], weight)
@@ -141,7 +150,8 @@ class Quantised(runner.Family):
 
     def ours(self, problem: QuantisedProblem, platform: Any) -> Callable[..., Array]:
         if problem.scaled:
-            return ejx.ScaledMatmul(platform=platform)
+            op = ejx.ScaledMatmul(platform=platform)
+            return lambda x, weight, *sizes: op(x, weight, *sizes, x_scale=scale_of(problem, x))
         if problem.E:
             return ejx.GroupedMatmul(transpose_rhs=True, platform=platform)
         return ejx.Matmul(platform=platform)
@@ -155,8 +165,8 @@ class Quantised(runner.Family):
 
     def beside(self, problem: QuantisedProblem, options: Namespace, direction: str) -> Others:
         def copy(sets: Any, direction: str) -> Prepared:
-            size = 2**20 if jax.default_backend() == "cpu" else 2**30
-            return prepare.ready(lambda x: {"x": ~x}, [jnp.zeros(size, jnp.uint8)])
+            # Numbers of 32 bits: XLA moves single bytes at half the speed.
+            return prepare.ready(lambda x: {"x": ~x}, [jnp.zeros(COPIED() // 4, jnp.uint32)])
 
         def product(sets: Sequence[Inputs], direction: str) -> Prepared:
             with_floats = [s._replace(state=s.state.astype(s.learned["x"].dtype)) for s in sets]
@@ -175,12 +185,15 @@ class Quantised(runner.Family):
             return (scaled_mm(),) if problem.kind == "fp8" else ()
         return (int4pack_mm(128),) if problem.kind == "int4" else ()
 
+    def apart(self, problem: QuantisedProblem) -> str:
+        return f"M{problem.M} N{problem.N}"
+
     def complete(self, problem: QuantisedProblem, inputs: Inputs, direction: str, rows: list[Row]) -> None:
         share = (problem.active or problem.E) / problem.E if problem.E else 1.0
         moved = nbytes((inputs.learned, inputs.cotangent)) + math.ceil(share * nbytes(inputs.state))
         runner.rate([row for row in rows if row.role != BASELINE], bytes=moved, flops=problem.flops)
         for copies in (row for row in rows if row.role == BASELINE):
-            runner.rate([copies], bytes=2 * (2**20 if jax.default_backend() == "cpu" else 2**30))
+            runner.rate([copies], bytes=2 * COPIED())
             for row in rows:
                 known = row.ms and copies.ms and row.role != BASELINE
                 floor = moved / copies.numbers["bytes"] * copies.ms if known else None

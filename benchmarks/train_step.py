@@ -5,6 +5,7 @@ tuned configurations; and beside the same model in PyTorch, compiled with `torch
     python -m benchmarks train-step --variants scan,unrolled             # a minute
     python -m benchmarks train-step --tuned --platforms default,triton   # heuristics and tuned, unrolled
     python -m benchmarks train-step --peers --problems B8_T2048_V256     # PyTorch too, on one of the problems
+    python -m benchmarks train-step --size 8b --variants unrolled,float8 # layers of an 8B model, in bf16 and in float8
     python -m benchmarks train-step --quick                              # a tiny model, anywhere
 
 Every variant must first produce the same loss and gradient norm for the same weights and tokens. Then steps are timed in turn, so that drifting
@@ -41,16 +42,18 @@ import ejkernel_eqx as ejx
 from benchmarks import processes, report
 from benchmarks.measure import by_kind, kernel_times
 from benchmarks.peers import is_missing
-from ejkernel_eqx.models import Decoder
+from ejkernel_eqx.models import Decoder, MLPConfig
 from examples import train_lm
 
 SIZES = {
     "full": {"embed_dim": 1024, "num_layers": 28, "num_heads": 16, "num_kv_heads": 16},
+    "8b": {"embed_dim": 4096, "num_layers": 4, "num_heads": 32, "num_kv_heads": 8, "hidden_dim": 14336},
     "quick": {"embed_dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2},
 }
-SHAPES = {"full": ((8, 2048), (2, 8192)), "quick": ((2, 64),)}
+"""`8b`: four layers of Llama 3.1 8B."""
+SHAPES = {"full": ((8, 2048), (2, 8192)), "8b": ((1, 8192),), "quick": ((2, 64),)}
 VOCABULARY = 256  # bytes; the default
-VOCABULARIES = {"full": (256, 50304), "quick": (256,)}
+VOCABULARIES = {"full": (256, 50304), "8b": (256,), "quick": (256,)}
 HYBRIDS = {name: ",".join([name] * 3 + ["attention"]) for name in ("gated_deltanet", "kda", "mamba2")}
 """Mixers of the layers in turn, by the name in a problem, where their peer is installed; by default for the first shape and vocabulary."""
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -59,8 +62,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "unrolled-matmuls": {"remat": "matmuls"},
     "unrolled-kernels": {"remat": "kernels"},
     "scan-kernels": {"scan_layers": True, "remat": "kernels"},
+    "float8": {},
 }
-"""The decoder's options. `matmuls` and `kernels` are what the forward pass keeps."""
+"""The decoder's options. `matmuls` and `kernels` are what the forward pass keeps. `float8` is unrolled, with products in float8."""
 TUNED = ("heuristics", "tuned")
 LOSS_BOUND, NORM_BOUND = 2e-3, 3e-2  # relative; the variants differ in the order of sums in bf16
 
@@ -112,9 +116,14 @@ def make_model(name: str, options: argparse.Namespace) -> Decoder:
     sizes = (options.embed_dim, options.num_layers, options.num_heads, options.num_kv_heads)
     config = train_lm.Architecture(*sizes, mixer=options.mixer).config()
     config = dataclasses.replace(config, vocab_size=options.vocabulary)
+    if options.hidden_dim is not None:
+        layers = [dataclasses.replace(x, mlp=MLPConfig(options.hidden_dim)) for x in config.layers]
+        config = dataclasses.replace(config, layers=tuple(layers))
     platform, kind = name.split(", ") if ", " in name else (options.platform, "")
     more: dict[str, Any] = {"platform": None if platform == "default" else platform, **VARIANTS.get(name, {})}
     make = lambda: Decoder(config, **more, key=jax.random.key(0))
+    if name == "float8":
+        return ejx.with_float8_training(make())
     if not kind:
         return make()
     with ejx.policy_override("heuristic" if kind == "heuristics" else "cached"):
@@ -335,14 +344,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     variants = f"comma-separated, of {', '.join(VARIANTS)} (default: all; unrolled with --peers)"
     parser.add_argument("--variants", help=variants)
     options = parser.parse_args(arguments)
-    usual = "unrolled" if options.peers else ",".join(VARIANTS)
+    usual = "unrolled" if options.peers else ",".join(name for name in VARIANTS if name != "float8")
     options.variants = (options.variants or usual).split(",")
     if unknown := sorted(set(options.variants) - set(VARIANTS)):
         parser.error(f"--variants: expected some of {', '.join(VARIANTS)}, received {', '.join(unknown)}")
     if options.tuned:
         options.variants = [f"{name}, {kind}" for name in options.platforms.split(",") for kind in TUNED]
-    size = "quick" if options.quick else "full"
-    vars(options).update(SIZES[size])
+    size = "quick" if options.quick else options.size
+    vars(options).update({"hidden_dim": None} | SIZES[size])
     options.dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     of = lambda one, **changes: argparse.Namespace(**vars(one) | changes)
     if not options.peers:
@@ -394,7 +403,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for one, mine, torch in zip(problems, variants, peers, strict=True):
         rows += [{"problem": name_of(one)} | row for row in measure(one, mine, torch)]
         print(text_of(rows), flush=True)
-        size = {name: getattr(one, name) for name in SIZES["full"]}
+        size = {name: getattr(one, name) for name in SIZES["8b"]}
         report.save(options, dtype=options.dtype, size=size, rows=rows)
         if torch is not None:
             torch.end()

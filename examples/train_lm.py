@@ -8,6 +8,7 @@
     python examples/train_lm.py --mlp moe             # a mixture of 8 experts in every layer, 2 for each token
     python examples/train_lm.py --tune                # first find the fastest kernel configurations here
     python examples/train_lm.py --remat kernels       # less memory: recompute what is cheap
+    python examples/train_lm.py --float8              # wide layers are multiplied in float8; weights stay as they are
     python examples/train_lm.py --mesh data=2,sequence=2,tensor=2  # rows, tokens and heads over 8 devices, weights over all
     python examples/train_lm.py --model Qwen3-0.6B --lora 16  # fine-tune the published model in this folder
     python examples/train_lm.py --distil Qwen3-0.6B   # a small model that learns from the published model in this folder
@@ -111,6 +112,8 @@ def make_state(
         model = make_model(Architecture(**architecture), **options, key=key)
     if kind := architecture.get("quantise"):
         model = ejx.quantise(model, kind)
+    if args.float8:
+        ejx.with_float8_training(model)  # which says so if there is no wide layer
     if rank := architecture.get("lora"):
         model = add_lora(model, rank, key=jax.random.key(args.seed + 1))
     return TrainState(model, make_optimiser(args).init(eqx.filter(model, trained(model))), 0)
@@ -136,10 +139,12 @@ def training_loss(
     balance: float = 0.0,
     teacher: Decoder | None = None,
     share: float = 0.0,
+    float8: bool = False,
 ) -> tuple[Array, Array]:
     """What is minimised, and the cross entropy in it, in nats: experts have to be balanced as well, or a few would do all the work. With a
     teacher, a share of it is the divergence from that. On a mesh, `tokens` are inputs and targets."""
     model = cast(model, dtype)
+    model = ejx.with_float8_training(model) if float8 else model
     if isinstance(tokens, tuple):
         (inputs, targets), features = tokens, model
         loss_of = lambda logits: ejx.models.split_cross_entropy(logits, targets)
@@ -171,7 +176,7 @@ def make_steps(args: argparse.Namespace):
     @eqx.filter_jit(donate="all-except-first", **compiled)
     def train_step(teacher, model, optimiser_state, tokens):
         parameters, frozen = eqx.partition(model, trained(model))
-        more = args.dtype, args.balance, teacher, args.distil_weight
+        more = args.dtype, args.balance, teacher, args.distil_weight, args.float8
         loss_of = lambda parameters: training_loss(eqx.combine(parameters, frozen), tokens, *more)
         (_, loss), grads = eqx.filter_value_and_grad(loss_of, has_aux=True)(parameters)
         updates, optimiser_state = optimiser.update(grads, optimiser_state, parameters)

@@ -68,6 +68,8 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     balance = "weight of the load-balancing loss of experts; 0 for none"
     add("--balance", type=float, default=0.01, help=balance)
     add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of the computation")
+    rounded = "multiply by layers with 128 features and more in float8, in the gradient too"
+    add("--float8", action="store_true", help=rounded)
     add("--platform", help="kernel platform, e.g. triton or xla (default: chosen by device)")
     loop = "run the layers in a loop instead of unrolling them: a smaller program, a slower step"
     add("--scan-layers", action="store_true", help=loop)
@@ -124,6 +126,10 @@ def _check_model(args: argparse.Namespace) -> None:
     """A published model has sizes of its own, and is needed for updates of it."""
     if args.lora < 0:
         raise UsageError(f"--lora: expected a rank from 0 on, received {args.lora}; 0 trains all weights.")
+    if args.lora and args.float8:
+        raise UsageError(
+            "--float8: expected none with --lora, whose weights have no gradient; leave one out."
+        )
     if args.lora and args.model is None:
         raise UsageError(
             "--model: expected the folder of a published model beside --lora, received none; give one."
@@ -154,6 +160,8 @@ def _check_mesh(args: argparse.Namespace) -> None:
         raise UsageError(
             "--distil: expected none with --mesh, over which no teacher is placed; leave one out."
         )
+    if args.float8 and args.mesh.shape["tensor"] > 1:
+        raise UsageError("--float8: expected a --mesh without tensor, which splits features; leave one out.")
     if args.lora:
         raise UsageError(
             "--lora: expected none with --mesh, whose recipe splits whole matrices; leave one out."

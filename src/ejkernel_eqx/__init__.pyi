@@ -96,6 +96,7 @@ from .losses import LinearDivergence as LinearDivergence
 from .losses import sft_loss as sft_loss
 from .losses import Teacher as Teacher
 from .losses import TokenStatistics as TokenStatistics
+from .matmul import Float8Weight as Float8Weight
 from .matmul import GroupedMatmul as GroupedMatmul
 from .matmul import Matmul as Matmul
 from .matmul import QuantizedMatmul as QuantizedMatmul
@@ -103,6 +104,7 @@ from .matmul import ScaledMatmul as ScaledMatmul
 from .native_sparse import NativeSparseAttention as NativeSparseAttention
 from .native_sparse import PagedNativeSparseAttention as PagedNativeSparseAttention
 from .nn.float8_rows import with_float8_rows as with_float8_rows
+from .nn.float8_rows import with_float8_training as with_float8_training
 from .nn.quantising import quantise as quantise
 from .normalization import GatedRMSNorm as GatedRMSNorm
 from .normalization import ResidualRMSNorm as ResidualRMSNorm

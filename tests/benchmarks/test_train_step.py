@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import train_step
+from benchmarks import float8_loss, train_step
 
 
 @pytest.mark.slow
@@ -99,3 +99,15 @@ def test_only_problems_that_there_are(capsys):
     with pytest.raises(SystemExit):
         train_step.parse(["--peers", "--problems", "B1_T1_V1"])
     assert "received B1_T1_V1" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_loss_in_float8(tmp_path):
+    """Both runs start from the same weights and see the same batches."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        assert float8_loss.main(["--quick", "--json", str(tmp_path / "out.json")]) == 0
+    plain, rounded = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["rows"]
+    assert (plain["way"], rounded["way"]) == ("bfloat16", "float8")
+    assert rounded["losses"][0] == pytest.approx(plain["losses"][0], rel=2e-3) and rounded != plain
+    assert rounded["held_out_loss"] < 0.95 * rounded["losses"][0]
+    assert rounded["held_out_loss_over_bfloat16"] == pytest.approx(1, abs=0.01)

@@ -127,6 +127,7 @@ def test_a_resumed_run_continues_exactly(examples, train_lm, tmp_path, text, mon
             pytest.param(mesh, platform, options.split(), marks=pytest.mark.slow)
             for mesh, platform, options in [
                 ("tensor=2", "triton-interpret", "--mlp moe --num-layers 1"),
+                ("data=2", "triton-interpret", "--float8 --embed-dim 128 --num-layers 1"),
                 ("sequence=2", "triton-interpret", "--mixer mamba2,kda"),
                 ("data=2,sequence=2,tensor=2", "xla", "--mixer gla,attention --scan-layers"),
             ]
@@ -260,6 +261,8 @@ BOTH = "--mixer gla,attention --num-layers 3"
         ("--num-heads 3", 2, "num_heads: expected a divisor of embed_dim=32, received 3"),
         pytest.param("--platform triton --data TEXT", 2, "triton", marks=pytest.mark.slow),
         (BOTH, 2, "--num-layers: expected a multiple of the 2 layers"),
+        pytest.param("--float8", 2, "128 inputs and outputs or more, received none", marks=pytest.mark.slow),
+        ("--float8 --mesh tensor=2", 2, "--float8: expected a --mesh without tensor"),
         ("--mesh rows=2", 2, "expected some of data=N,sequence=N,tensor=N, received 'rows=2'"),
         ("--mesh data=64", 2, "--mesh: expected at most the"),
         ("--distil TEXT", 2, "config.json' is not there. Give the folder of a published model"),

@@ -186,6 +186,7 @@ def test_lora_trains_updates_alone_and_merges(examples, folder, tmp_path, capsys
     ("options", "message"),
     [
         (["--quantise", "int8"], "--quantise: expected --lora with it"),
+        (["--lora", "2", "--float8"], "--float8: expected none with --lora"),
         (["--lora", "2"], "--model: expected the folder of a published model beside --lora"),
         (["--lora", "-1"], "--lora: expected a rank from 0 on, received -1"),
         (["--model", "nowhere"], "'nowhere/config.json' is not there. Give the folder of a published model"),

@@ -44,7 +44,7 @@ _KERNELS = (
     "attention_out attention_lse native_sparse_out native_sparse_saved recurrence_out recurrence_state "
     "recurrence_saved selective_scan_out selective_scan_state selective_scan_saved"
 ).split()
-_PRODUCTS = ("grouped_matmul_out", "grouped_matmul_saved")
+_PRODUCTS = ("grouped_matmul_out", "grouped_matmul_saved", "scaled_matmul_out")
 
 TIED_STD = 0.02
 """The initial standard deviation of embeddings where the head is the embedding, as in GPT-2. With 1, the logits of a token would be as large as

@@ -14,9 +14,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._shapes import is_symbolic
 from ..core.arguments import accumulator
+from ..matmul import Float8Weight
 from ..matmul.dense.spec import FEW_ROWS
 from ..quantised import QuantizedWeight
 from ..quantised.dequantise import is_quantised
+
+Weight = Array | QuantizedWeight | Float8Weight
 
 
 def project(name: str, layer: Any, x: Array, features: int) -> Array:
@@ -59,9 +62,7 @@ def project_parts(
     """
     features, ends = groups * sum(widths), [*itertools.accumulate(widths)][:-1]
     weight: Any = getattr(layer, "weight", None)
-    plain = type(layer) is eqx.nn.Linear and not (
-        isinstance(weight, QuantizedWeight) and in_float8(x, weight)
-    )
+    plain = type(layer) is eqx.nn.Linear and not in_float8(x, weight)
     if plain and _more_tokens(x, features) and mesh_of((x, weight)) is None:
         check_linear(name, layer, x, features)
         apart = lambda a: _parts_of(a, ends, groups, 0)
@@ -77,7 +78,7 @@ def project_together(layers: Mapping[str, Any], x: Array, widths: Sequence[int])
     those of `equinox.nn.Linear`s without biases are one product."""
     plain = all(type(layer) is eqx.nn.Linear and layer.bias is None for layer in layers.values())
     weights = [layer.weight for layer in layers.values()] if plain else []
-    plain = plain and not any(isinstance(w, QuantizedWeight) and in_float8(x, w) for w in weights)
+    plain = plain and not any(in_float8(x, w) for w in weights)
     if plain and _more_tokens(x, sum(widths)) and mesh_of((x, weights)) is None:
         for (name, layer), width in zip(layers.items(), widths, strict=True):
             check_linear(name, layer, x, width)
@@ -131,29 +132,33 @@ def are_few(x: Array) -> bool:
     return not is_symbolic(count) and count <= FEW_ROWS
 
 
-def in_float8(x: Array, weight: QuantizedWeight) -> bool:
-    """Returns whether a weight multiplies these rows in float8: many rows, on no explicit mesh, and a weight that asks for it."""
-    return weight.float8_rows is not None and not are_few(x) and mesh_of((x, weight)) is None
+def in_float8(x: Array, weight: Any) -> bool:
+    """Returns whether a weight multiplies these rows in float8: many rows, and a weight that asks for it, a quantised one on no explicit mesh."""
+    if getattr(weight, "float8_rows", None) is None or are_few(x):
+        return False
+    return isinstance(weight, Float8Weight) or mesh_of((x, weight)) is None
 
 
 def are_multiplied(x: Array, weights: Sequence[Any]) -> bool:
     """Returns whether a [`Matmul`][ejkernel_eqx.Matmul] multiplies rows by these weights: by arrays, or by quantised ones of one format. On several
     devices the compiler splits weights whose rows share scales better than the kernel, and makes floats of them first."""
+    if any(in_float8(x, w) for w in weights):
+        return False
     if not any(map(is_quantised, weights)):
         return True
     forms = {w.format if is_quantised(w) and not w.transposed else None for w in weights}
     form = forms.pop()
-    if forms or form is None or any(in_float8(x, w) for w in weights):
+    if forms or form is None:
         return False
     return jax.device_count() == 1 or form.block[0] == 1
 
 
-def in_dtype(weight: Array | QuantizedWeight, dtype: Any) -> Array | QuantizedWeight:
+def in_dtype(weight: Weight, dtype: Any) -> Any:
     """The weight of a `Matmul`: an array in this dtype, or quantised as it is."""
     return weight if is_quantised(weight) else weight.astype(dtype)
 
 
-def product(x: Array, weight: Array | QuantizedWeight, bias: Array | None = None, dtype: Any = None) -> Array:
+def product(x: Array, weight: Weight, bias: Array | None = None, dtype: Any = None) -> Array:
     """`x` `[..., in]` times the rows of `weight` `[out, in]`, on any mesh: `[..., out]` in `dtype`, by default that of `x`, to which weight and
     bias are cast."""
     matmul: Any = multiplied_by.value
@@ -165,8 +170,9 @@ def product(x: Array, weight: Array | QuantizedWeight, bias: Array | None = None
         and mesh_of((x, weight)) is None
     ):
         return matmul(x, in_dtype(weight, x.dtype), biases=(bias,))
-    if isinstance(weight, QuantizedWeight) and dtype is None and in_float8(x, weight):
-        return _product(None, None, x, weight, bias)
+    if dtype is None and in_float8(x, weight):
+        mesh = mesh_of((x, weight))
+        return _product(None, None, x, weight, bias) if mesh is None else _float8_over(mesh, x, weight, bias)
     operands = [a.astype(x.dtype) for a in (x, weight, bias) if a is not None]
     mesh = mesh_of(operands)
     return _product(dtype, None, *operands) if mesh is None else _over_mesh(mesh, dtype, *operands)
@@ -176,11 +182,11 @@ def _product(
     dtype: Any,
     out: NamedSharding | None,
     x: Array,
-    weight: Array | QuantizedWeight,
+    weight: Weight,
     bias: Array | None = None,
 ) -> Array:
     axes = (((x.ndim - 1,), (1,)), ((), ()))
-    if isinstance(weight, QuantizedWeight):
+    if isinstance(weight, QuantizedWeight | Float8Weight):
         y = weight.float8_rows(x, weight)
     else:
         y = lax.dot_general(x, weight, axes, preferred_element_type=dtype, out_sharding=out)
@@ -204,6 +210,24 @@ def _over_mesh(mesh: Any, dtype: Any, x: Array, weight: Array, bias: Array | Non
     rows = tuple(axis for axis in mesh_axes(jax.typeof(weight).sharding.spec[0]) if axis not in taken) or None
     bias = None if bias is None else _reshard(bias, mesh, (rows,))
     return _product(dtype, NamedSharding(mesh, PartitionSpec(*lead, rows)), x, weight, bias)
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _float8_over(mesh: Any, x: Array, weight: Float8Weight, bias: Array | None) -> Array:
+    """The product in float8 on an explicit mesh. Each device multiplies its rows by the whole weight, as in training with parameters sharded over the
+    devices of the batch."""
+    x, array = on_mesh(mesh, x), on_mesh(mesh, jnp.asarray(weight.array))
+    *lead, last = jax.typeof(x).sharding.spec
+    axes_in = lambda entries: {axis for entry in entries for axis in mesh_axes(entry)}
+    others = axes_in([last, *jax.typeof(array).sharding.spec]) - axes_in(lead)
+    if any(mesh.shape[axis] > 1 for axis in others):
+        raise ValueError(
+            f"x: expected a mesh whose axes split rows, as the weight is multiplied in float8 (with_float8_training), received features split by "
+            f"{', '.join(sorted(others))}; leave that axis out, or call ejx.with_float8_training(model, False)."
+        )
+    weight = eqx.tree_at(lambda weight: weight.array, weight, _reshard(array, mesh, ()))
+    bias = None if bias is None else _reshard(bias, mesh, ())
+    return _product(None, None, _reshard(x, mesh, (*lead, None)), weight, bias)
 
 
 def mesh_of(arrays: Any) -> Any:

@@ -11,6 +11,9 @@ import pytest
 import ejkernel_eqx as ejx
 from ejkernel_eqx.dispatch import from_dict, to_dict
 from ejkernel_eqx.launch import compile_ahead, gluon_unavailable
+from ejkernel_eqx.launch.by_name import executing
+from ejkernel_eqx.matmul.float8.core import SCALED
+from ejkernel_eqx.matmul.float8.spec import ScaledArrays, ScaledSpec
 from ejkernel_eqx.matmul.float8.workload import example_problem
 from tests.agreement import platforms
 from tests.attention.dense import INTERPRET, quick
@@ -192,6 +195,38 @@ def test_kernels_compile_for_hopper(sizes, dtype, flags):
             assert report.fits and (
                 report.spills <= most or (launch is multiply and not multiply.is_gluon)
             ), report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("turned", [(False, False), (False, True), (True, True)])
+@pytest.mark.parametrize("m, k, n", [(8192, 4096, 14336), (300, 200, 1000)])
+def test_kernels_of_training_compile_for_hopper(m, k, n, turned):
+    """Those that round floats, lying either way, and the product behind them."""
+    triton = pytest.importorskip("ejkernel_eqx.matmul.float8.triton.compiled")
+    of: Any = jax.ShapeDtypeStruct
+    lying = lambda shape, is_turned: of(shape[::-1] if is_turned else shape, jnp.bfloat16)
+    x, weight = (lying(shape, is_turned) for shape, is_turned in zip(((m, k), (n, k)), turned))
+    arrays = ScaledArrays(of((1, *x.shape), x.dtype), floats=weight)
+    spec = ScaledSpec("bfloat16", 128, turned)
+    config = triton.default_config(SCALED.problem_of("scaled_matmul", arrays, spec), HOPPER)
+    made: list[Any] = []
+
+    def record(launch: Any, given: Any) -> Any:
+        made.append(launch)
+        return {name: jnp.zeros(x.shape, x.dtype) for name, x in launch.outputs.items()}
+
+    def run(arrays: ScaledArrays) -> Any:
+        with executing(record):
+            return triton.forward(arrays, spec, config)
+
+    assert jax.eval_shape(run, arrays)["out"].shape == (1, m, n)
+    names = [launch.function.fn.__name__ for launch in made]
+    assert (
+        names[:2] == ["round_kernel", "round_kernel" if turned[0] else "quantise_kernel"] and len(made) == 3
+    )
+    for launch in made[:2]:
+        report = compile_ahead(launch, "sm_90")
+        assert report.fits and report.spills == 0, report
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,2 @@
 from .operation import ScaledMatmul as ScaledMatmul
+from .training import Float8Weight as Float8Weight

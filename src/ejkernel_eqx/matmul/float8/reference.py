@@ -15,18 +15,24 @@ LEAST = 2.0**-96
 """A group whose numbers are all smaller in magnitude has the scale of this one."""
 
 
-def quantised(x: Array, x_scale: Array | None) -> tuple[Array, Array]:
-    """Codes in float8_e4m3fn `[..., groups, GROUP]`, the last group padded with zeros, and their scales `[..., groups, 1]` in float32."""
+def quantised(x: Array, x_scale: Array | None, rows: int = 1) -> tuple[Array, Array]:
+    """Codes in float8_e4m3fn `[..., groups, GROUP]`, the last group padded with zeros, and their scales `[..., groups, 1]` in float32. With `rows`,
+    so many rows share their scales, of `x [..., M, K]` with whole blocks of them."""
     *lead, features = x.shape
     x = jnp.pad(x.astype(jnp.float32), [(0, 0)] * len(lead) + [(0, -features % GROUP)])
     x = x.reshape(*lead, x.shape[-1] // GROUP, GROUP)
     if x_scale is None:
         top = jnp.maximum(jnp.abs(x).max(-1, keepdims=True), LEAST)
+        if rows > 1:
+            blocks = top.reshape(*lead[:-1], lead[-1] // rows, rows, *top.shape[-2:])
+            top = jnp.broadcast_to(blocks.max(-3, keepdims=True), blocks.shape).reshape(top.shape)
         scale, inverse = top / LARGEST, LARGEST / top
     else:
         scale = x_scale.astype(jnp.float32).reshape(*x_scale.shape, *(1,) * (x.ndim - x_scale.ndim))
         inverse = 1 / scale
-    return jnp.clip(x * inverse, -LARGEST, LARGEST).astype(jnp.float8_e4m3fn), scale
+    codes = jnp.clip(x * inverse, -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
+    # XLA would leave out a conversion to fewer bits and back.
+    return lax.optimization_barrier(codes), scale
 
 
 @jax.custom_jvp
@@ -43,9 +49,23 @@ def _rounded_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
     return rounded(*primals), tangents[0]
 
 
+def rows_of(arrays: ScaledArrays, spec: ScaledSpec) -> Array:
+    """The numbers of the rows `[*, M, K]`, in their dtype."""
+    x = jnp.swapaxes(arrays.x, -1, -2) if spec.turned[0] else arrays.x
+    return rounded(x, arrays.x_scale)
+
+
 def weight_of(arrays: ScaledArrays, spec: ScaledSpec) -> Array:
-    """The numbers of the weight `[*, N, R, K]` or `[*, E, N, R, K]`, in float32 or wider."""
+    """The numbers of the weight `[*, N, R, K]` or `[*, E, N, R, K]`, in float32 or wider; of floats `[*, N, 1, K]`."""
     wide = accumulator(arrays.x.dtype)
+    if arrays.floats is not None:
+        floats = jnp.swapaxes(arrays.floats, -1, -2) if spec.turned[1] else arrays.floats
+        *lead, height, width = floats.shape
+        padded = jnp.pad(floats, [(0, 0)] * len(lead) + [(0, -height % GROUP), (0, 0)])
+        codes, scales = quantised(padded, None, GROUP)
+        numbers = (codes.astype(wide) * scales.astype(wide)).reshape(*padded.shape[:-1], -1)
+        return numbers[..., :height, None, :width]
+    assert arrays.codes is not None and arrays.scales is not None
     numbers = lax.bitcast_convert_type(arrays.codes, jnp.float8_e4m3fn).astype(wide)
     scales = jnp.repeat(arrays.scales.astype(wide), spec.columns or 1, -1)
     if spec.columns:
@@ -55,13 +75,18 @@ def weight_of(arrays: ScaledArrays, spec: ScaledSpec) -> Array:
 
 def multiply(arrays: ScaledArrays, spec: ScaledSpec) -> dict[str, Array]:
     """The result, in float32 (float64 for float64 inputs)."""
-    x = rounded(arrays.x.astype(accumulator(arrays.x.dtype)), arrays.x_scale)
+    x = rows_of(arrays._replace(x=arrays.x.astype(accumulator(arrays.x.dtype))), spec)
     weight = weight_of(arrays, spec)
     if arrays.sizes is None:
-        return {"out": jnp.einsum("...mk,...nrk->...mnr", x, weight)}
+        return {"out": laid_out(jnp.einsum("...mk,...nrk->...mnr", x, weight), arrays)}
     sides = GroupedArrays(x, arrays.sizes, merged(weight))
     out = grouped.multiply(sides, GroupedSpec(spec.out_dtype, transpose_rhs=True))["out"]
     return {"out": out.reshape(*out.shape[:-1], *weight.shape[-3:-1])}
+
+
+def laid_out(out: Array, arrays: ScaledArrays) -> Array:
+    """The result of a weight `[N, R, K]`, whose rows are one axis where it has floats."""
+    return out if arrays.floats is None else out.reshape(*out.shape[:-2], -1)
 
 
 def merged(weight: Array) -> Array:

@@ -22,20 +22,23 @@ class ScaledSpec:
 
     - `out_dtype`: of the result.
     - `columns`: of the weight, that share a scale, a multiple of `GROUP`; 0 for all.
+    - `turned`: whether rows lie as `[K, M]`, and a weight of floats as `[K, N]`; rows only together with the weight.
     """
 
     out_dtype: str
     columns: int
+    turned: tuple[bool, bool] = (False, False)
 
 
 class ScaledArrays(NamedTuple):
     """The arrays of a call; `*` are the leading axes of `x`. The others have none (or, mapped by `jax.vmap`, all of them)."""
 
     x: Array  # [*, M, K]
-    codes: Array  # [N, R, K] or [E, N, R, K], uint8, the bits of float8_e4m3fn
-    scales: Array  # [N, G] or [E, N, G], float32
+    codes: Array | None = None  # [N, R, K] or [E, N, R, K], uint8, the bits of float8_e4m3fn
+    scales: Array | None = None  # [N, G] or [E, N, G], float32
     x_scale: Array | None = None  # [], float32: of all rows, instead of one per row and group
     sizes: Array | None = None  # int32 [*, E]: rows of each group
+    floats: Array | None = None  # [N, K]: instead of codes and scales, to round by blocks of GROUP x GROUP
 
 
 LETTERS = Letters.of({"x": "bM K", "codes": "bN R K", "scales": "bN G", "x_scale": "", "out": "bM bN R"})
@@ -44,11 +47,31 @@ GROUPED_LETTERS = Letters.of(
     {"x": "M K", "codes": "E bN R K", "scales": "E bN G", "x_scale": "", "sizes": "E", "out": "M bN R"}
 )
 """With groups, a mesh splits blocks of rows of the weights only."""
-SHARED = frozenset({"codes", "scales", "x_scale"})
+SHARED = frozenset({"codes", "scales", "x_scale", "floats"})
 
 
 def letters_of(is_grouped: bool) -> Letters:
     return GROUPED_LETTERS if is_grouped else LETTERS
+
+
+def letters_by(arrays: ScaledArrays, spec: ScaledSpec) -> Letters:
+    """The letters of a call. Devices have whole floats; if both sides are turned, as in the gradient of a weight, each has some of the rows that
+    are summed over."""
+    if arrays.floats is None:
+        return letters_of(arrays.sizes is not None)
+    if all(spec.turned):
+        return Letters.of({"x": "bK M", "floats": "bK N", "out": "M N"})
+    return Letters.of({"x": "bM K", "floats": "K N" if spec.turned[1] else "N K", "out": "bM N"})
+
+
+def is_partial(arrays: ScaledArrays, spec: ScaledSpec) -> bool:
+    """Whether a mesh may split the summed axis."""
+    return arrays.floats is not None and all(spec.turned)
+
+
+def rows_of_block(rows: int) -> int:
+    """The rows `R` of a weight of floats that are said to share a scale: those of a block, if blocks divide the rows."""
+    return 1 if rows % GROUP else GROUP
 
 
 def blocks_of(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:

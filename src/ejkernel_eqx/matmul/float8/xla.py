@@ -8,13 +8,13 @@ from ...core.platforms import Plain
 from .. import xla as grouped
 from ..xla_products import Form, rows
 from .core import problem_of
-from .reference import merged, rounded, weight_of
+from .reference import laid_out, merged, rows_of, weight_of
 from .spec import ScaledArrays, ScaledSpec
 
 
 def apply(arrays: ScaledArrays, spec: ScaledSpec) -> dict[str, Array]:
     """The result."""
-    x = rounded(arrays.x, arrays.x_scale)
+    x = rows_of(arrays, spec)
     weight = weight_of(arrays, spec).astype(x.dtype)
     if arrays.sizes is not None:
         tile = grouped.default_config(problem_of("scaled_matmul", arrays, spec), None)
@@ -26,7 +26,8 @@ def apply(arrays: ScaledArrays, spec: ScaledSpec) -> dict[str, Array]:
     # In the dtype of the rows if the result has it, so that the gradient multiplies in it, too; sums are in float32.
     out = jnp.dtype(spec.out_dtype)
     wide = out if out == x.dtype else accumulator(x.dtype)
-    return {"out": lax.dot_general(x, weight, axes, preferred_element_type=wide).astype(out)}
+    made = lax.dot_general(x, weight, axes, preferred_element_type=wide).astype(out)
+    return {"out": laid_out(made, arrays)}
 
 
 platform = Plain(apply)

@@ -150,8 +150,12 @@ def rows_times_codes(
     whole: tl.constexpr = K % (BLOCK_K * SPLIT_K) == 0
     nothing = tl.program_id(1).to(tl.uint32)
     words_ptr = codes_ptr.to(tl.pointer_type(tl.uint32))
-    # With one part tiles have two axes, as all warps share in their products.
-    if SPLIT_K == 1:
+    # With one part tiles have two axes, as all warps share in their products. Numbers of 64 rows and more are the left side, which Hopper's tensor
+    # cores take from registers, where they are made.
+    left_side: tl.constexpr = SPLIT_K == 1 and BLOCK_N >= 64
+    if left_side:
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    elif SPLIT_K == 1:
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     else:
         acc = tl.zeros([SPLIT_K, BLOCK_M, BLOCK_N], tl.float32)
@@ -186,23 +190,31 @@ def rows_times_codes(
                 w *= (scales * factor_of(form.ELEMENT))[:, :, :, None]
         if form.COLUMNS or form.ZEROS:
             bits, zeros = _scales_of(scales_ptr, zeros_ptr, n[None, :, None], unit_at + start + step, K, form)
-        if SPLIT_K == 1:
-            x = tl.reshape(x, (BLOCK_M, BLOCK_K))
-            w = tl.trans(operand(tl.reshape(w, (BLOCK_N, BLOCK_K)), OPERAND))  # [BLOCK_K, BLOCK_N]
+        if left_side:
+            left = operand(tl.reshape(w, (BLOCK_N, BLOCK_K)), OPERAND)
+            right = tl.trans(tl.reshape(x, (BLOCK_M, BLOCK_K)))  # [BLOCK_K, BLOCK_M]
+        elif SPLIT_K == 1:
+            left = tl.reshape(x, (BLOCK_M, BLOCK_K))
+            right = tl.trans(operand(tl.reshape(w, (BLOCK_N, BLOCK_K)), OPERAND))  # [BLOCK_K, BLOCK_N]
         else:
-            w = operand(tl.reshape(w, (SPLIT_K, BLOCK_N, BLOCK_K)), OPERAND)
-            w = tl.permute(w, (0, 2, 1))  # [SPLIT_K, BLOCK_K, BLOCK_N]
+            left = x
+            right = operand(tl.reshape(w, (SPLIT_K, BLOCK_N, BLOCK_K)), OPERAND)
+            right = tl.permute(right, (0, 2, 1))  # [SPLIT_K, BLOCK_K, BLOCK_N]
         if form.COLUMNS and alike:
-            part = tl.dot(x, w, input_precision=PRECISION)  # as acc
-            if SPLIT_K == 1:
+            part = tl.dot(left, right, input_precision=PRECISION)  # as acc
+            if left_side:
+                acc += part * tl.reshape(scales, (BLOCK_N, 1))
+            elif SPLIT_K == 1:
                 acc += part * tl.reshape(scales, (1, BLOCK_N))
             else:
                 acc += part * tl.reshape(scales, (SPLIT_K, 1, BLOCK_N))
         else:
-            acc = tl.dot(x, w, acc, input_precision=PRECISION)
-    if SPLIT_K > 1:
-        acc = tl.sum(acc, 0)  # [BLOCK_M, BLOCK_N]
+            acc = tl.dot(left, right, acc, input_precision=PRECISION)
     total = acc
+    if left_side:
+        total = tl.trans(acc)
+    elif SPLIT_K > 1:
+        total = tl.sum(acc, 0)  # [BLOCK_M, BLOCK_N]
     if alike:
         total *= factor_of(form.ELEMENT)
     if not form.COLUMNS:

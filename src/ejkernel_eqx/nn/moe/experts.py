@@ -103,7 +103,7 @@ class Experts(Module):
     def _are_in_float8(self, rows: Array) -> bool:
         """Returns whether all weights multiply these rows in float8, which no bias follows."""
         weights: list[Any] = [w for w in (self.gate_proj, self.up_proj, self.down_proj) if w is not None]
-        if self.up_proj_bias is not None or not all(is_quantised(w) and not w.transposed for w in weights):
+        if self.up_proj_bias is not None or any(getattr(w, "transposed", False) for w in weights):
             return False
         # Of an average expert. Symbolic sizes are no fewer than any number.
         many = is_symbolic(rows.shape[-2]) or rows.shape[-2] > MANY_ROWS * self.up_proj.shape[0]

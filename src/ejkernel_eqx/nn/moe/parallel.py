@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ...core.plans import has_simulated
 from ...dispatch import Backend
 from ...dispatch.device import place_of_calls
+from ...matmul import Float8Weight
 from ...parallel import match_varying
 from ...parallel.mesh import explicit_mesh, inside_manual_mesh, resharded, spec_of
 from ...quantised.dequantise import is_quantised
@@ -111,10 +112,12 @@ def over_devices(
     exchange = "auto" if parallel is None else parallel.exchange
     mesh = explicit_mesh((router, experts, x))
     if mesh is not None:
+        _check_arrays(experts)
         return _on_mesh(_by_types(mesh, experts, x, exchange), router, experts, x, real)
     mesh = None if parallel is None else _automatic_mesh(parallel, (experts, x))
     if parallel is None or mesh is None:
         return _local(_WHOLE, (router, experts), x, real)
+    _check_arrays(experts)
     split = _by_names(mesh, parallel, experts, exchange)
     tokens = x.reshape(-1, x.shape[-1])
     spare = -tokens.shape[0] % split.size(split.tokens)
@@ -124,6 +127,14 @@ def over_devices(
         kept, tokens = jnp.pad(kept, (0, spare)), jnp.pad(tokens, ((0, spare), (0, 0)))
     y, statistics = _on_mesh(split, router, experts, tokens, kept)
     return y[: y.shape[0] - spare].reshape(x.shape), statistics
+
+
+def _check_arrays(experts: Any) -> None:
+    if isinstance(experts.up_proj, Float8Weight):
+        raise ValueError(
+            "experts: expected arrays or quantised weights on a mesh, received weights of with_float8_training; leave experts out by "
+            "where=lambda path: '.experts.' not in path."
+        )
 
 
 def _by_types(mesh: Any, experts: Any, x: Array, exchange: str) -> _Split:

@@ -71,8 +71,8 @@ def _coded_tiles(problem: Problem, device: DeviceFacts) -> list[RowsTile]:
 
 
 _CODED_ONE = numbers_of("4096 4 4096 4 1 1, 14336 8 2048 2 1 1, 65536 4 1024 1 1 1")
-_CODED_FEW = numbers_of("4096 32 128 4 3 4, 14336 64 128 4 3 1, 1024 16 128 4 3 4")
-_CODED_MANY = numbers_of("4096 32 128 4 3 1, 14336 64 128 4 3 1, 65536 128 128 8 3 1")
+_CODED_FEW = numbers_of("4096 16 128 4 3 4, 14336 64 256 4 3 1, 4096 32 128 4 3 4, 14336 64 128 4 3 1")
+_CODED_MANY = numbers_of("4096 32 256 4 3 1, 14336 64 128 4 4 1, 65536 128 128 8 3 1")
 """Columns, then rows of the weights, features (of 4 bits, where rows are few), warps, stages and parts of the features, for up to 4, 16 and 64
 rows. In order of times on an H200."""
 

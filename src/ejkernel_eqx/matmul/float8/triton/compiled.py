@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from ....core.by_example import by_example
 from ....core.platforms import Interpreted, kernels_unavailable
@@ -14,7 +14,7 @@ from ....launch.sizes import cdiv, padded, too_large
 from ...triton.compiled import MAX_GROUPS
 from .. import xla
 from ..core import problem_of
-from ..spec import GROUP, ScaledArrays, ScaledSpec
+from ..spec import GROUP, rows_of_block, ScaledArrays, ScaledSpec
 from . import kernel
 from .tile_sizes import not_chosen, shared_memory, SMALLEST, tiles, unfit
 from .tile_sizes import ScaledTile as ScaledTile
@@ -22,9 +22,9 @@ from .tile_sizes import ScaledTile as ScaledTile
 OPAQUE = True
 config_type = ScaledTile
 candidates = tiles
-_RANKS = {"codes": 3, "scales": 2, "x_scale": 0}
-_QUANTISE = ScaledTile(32, GROUP, 4, 1)
-"""The tile of the kernel that quantises."""
+_RANKS = {"codes": 3, "scales": 2, "x_scale": 0, "floats": 2}
+_QUANTISE, _BLOCKS = ScaledTile(32, GROUP, 4, 1), ScaledTile(GROUP, GROUP, 8, 1)
+"""The tiles of the kernels that quantise."""
 
 
 def unavailable(device: DeviceFacts) -> str | None:
@@ -74,17 +74,30 @@ def forward(
 
 
 def _forward(arrays: ScaledArrays, spec: ScaledSpec, config: ScaledTile) -> dict[str, Array]:
-    (batch, rows, features), (*_, blocks, height, _) = arrays.x.shape, arrays.codes.shape
+    batch, rows, features = arrays.x.shape
+    if spec.turned[0]:
+        rows, features = features, rows
+    if is_float := arrays.floats is not None:
+        blocks, scales = _codes_of(arrays.floats[None], spec.turned[1], True)
+        height = rows_of_block(blocks.shape[-2])
+        arrays = arrays._replace(codes=blocks.reshape(-1, height, features), scales=scales, floats=None)
+    assert arrays.codes is not None and arrays.scales is not None
+    *_, blocks, height, _ = arrays.codes.shape
     count, groups, grouped = batch * rows, cdiv(features, GROUP), arrays.x_scale is None
     numbers = {"M": count, "K": features, "N": blocks * height, "R": height, "G": arrays.scales.shape[-1]}
     numbers |= {"COLUMNS": spec.columns, "GROUPED": grouped, "GROUP": GROUP}
     weights = 0 if arrays.sizes is None else arrays.sizes.shape[-1]
     numbers |= {"B": batch, "E": weights, "RAGGED": weights > 0, "BLOCK_E": padded(weights + 1)}
-    launch = Launcher("float8", arrays._asdict(), numbers, arrays.scales)
-    codes = result(count, features, dtype=jnp.float8_e4m3fn)
-    outputs = {"rounded": codes, "rounded_scales": result(groups, count) if grouped else NOTHING}
-    programs = groups * cdiv(count, _QUANTISE.block_m)
-    made = launch(kernel.quantise_kernel, _QUANTISE, outputs, programs)
+    # Rows that several weights multiply are rounded once: those launches have the same arguments.
+    launch = Launcher("float8", arrays._asdict(), numbers, arrays.x)
+    if spec.turned[0]:
+        codes, scales = _codes_of(arrays.x, True, False)
+        made = {"rounded": codes, "rounded_scales": scales}
+    else:
+        codes = result(count, features, dtype=jnp.float8_e4m3fn)
+        outputs = {"rounded": codes, "rounded_scales": result(groups, count) if grouped else NOTHING}
+        programs = groups * cdiv(count, _QUANTISE.block_m)
+        made = launch(kernel.quantise_kernel, _QUANTISE, outputs, programs)
     multiply = kernel.scaled_kernel
     # Rows past the last group are tiles too.
     most = rows // config.block_m + min(weights + 1, rows) if weights else cdiv(count, config.block_m)
@@ -99,7 +112,25 @@ def _forward(arrays: ScaledArrays, spec: ScaledSpec, config: ScaledTile) -> dict
 
         programs, own = config.hopper_programs, {}
     out = result(batch, rows, blocks, height, dtype=jnp.dtype(spec.out_dtype))
-    return launch(multiply, config, {"out": out}, programs, made, name="scaled_kernel", **own)
+    results = launch(multiply, config, {"out": out}, programs, made, name="scaled_kernel", **own)
+    return {"out": results["out"].reshape(batch, rows, -1)} if is_float else results
+
+
+def _codes_of(x: Array, turned: bool, blocks: bool) -> tuple[Array, Array]:
+    """Codes and scales of `x [B, N, K]`, or `[B, K, N]` if it is turned: `[B, N, K]` and, by row and group, `[groups, B N]`; by blocks, in bytes,
+    `[N / R, groups]`."""
+    batch, rows, features = x.shape
+    if turned:
+        rows, features = features, rows
+    groups, height = cdiv(features, GROUP), rows_of_block(rows)
+    numbers = {"B": batch, "N": rows, "K": features, "R": height, "TURNED": turned, "BLOCKS": blocks}
+    tile = _BLOCKS if blocks else _QUANTISE
+    scales = result(rows // height, groups) if blocks else result(groups, batch * rows)
+    outputs = {"rounded": result(batch, rows, features, dtype=jnp.float8_e4m3fn), "rounded_scales": scales}
+    launch = Launcher("float8", {"floats": x}, numbers | {"GROUP": GROUP}, x)
+    made = launch(kernel.round_kernel, tile, outputs, batch * groups * cdiv(rows, tile.block_m))
+    codes = made["rounded"]
+    return (lax.bitcast_convert_type(codes, jnp.uint8) if blocks else codes), made["rounded_scales"]
 
 
 def backward(

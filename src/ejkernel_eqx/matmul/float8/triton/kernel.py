@@ -32,6 +32,43 @@ def quantise_kernel(
 
 
 @triton.jit
+def round_kernel(
+    floats_ptr, B, rounded_ptr, rounded_scales_ptr,  # [B, N, K] or [B, K, N]; [B, N, K], [groups, B, N] or [N / R, groups]
+    N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, TURNED: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    # Codes of rows that lie either way, by row and group, or by blocks of BLOCK_M rows.
+    groups: tl.constexpr = (K + GROUP - 1) // GROUP
+    tiles: tl.constexpr = (N + BLOCK_M - 1) // BLOCK_M
+    pid = tl.program_id(0)
+    # Programs that follow one another read memory that lies together.
+    if TURNED:
+        tile, group = pid % tiles, pid // tiles % groups
+    else:
+        tile, group = pid // groups % tiles, pid % groups
+    b = (pid // (tiles * groups)).to(tl.int64)
+    n = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    k = group * GROUP + tl.arange(0, GROUP)  # [GROUP]
+    inside = (n < N)[:, None] & (k < K)[None, :]  # [BLOCK_M, GROUP]
+    at = b * N * K + n.to(tl.int64)[:, None] * K + k[None, :]  # [BLOCK_M, GROUP]
+    lies = b * N * K + k.to(tl.int64)[None, :] * N + n[:, None] if TURNED else at
+    x = tl.load(floats_ptr + lies, mask=inside, other=0.0).to(tl.float32)
+    top = tl.max(tl.abs(x), 1)  # [BLOCK_M]
+    if BLOCKS:
+        top = tl.zeros_like(top) + tl.max(top, 0)
+    top = tl.maximum(top, 1.2621774483536189e-29)  # at least 2^-96
+    tl.store(
+        rounded_ptr + at, (x * tl.div_rn(448.0, top)[:, None]).to(rounded_ptr.dtype.element_ty), mask=inside
+    )
+    scale = tl.div_rn(top, 448.0)  # [BLOCK_M]
+    if BLOCKS:
+        # Of a block that is not whole, each row has a scale.
+        tl.store(rounded_scales_ptr + n // R * groups + group, scale, mask=(n < N) & (n % R == 0))
+    else:
+        tl.store(rounded_scales_ptr + (group.to(tl.int64) * B + b) * N + n, scale, mask=n < N)
+
+
+@triton.jit
 def scales_at(
     scales_ptr, n, start, R: tl.constexpr, G: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr
 ):
