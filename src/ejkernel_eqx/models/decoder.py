@@ -218,7 +218,7 @@ class Decoder(Module):
 
             # `eqx.filter_vmap` would compile a program for each shape, to move the first axis to its place.
             mine = slice(first + place, first + period * repeats, period)
-            return eqx.combine(jax.vmap(make)(keys[mine], places[mine]), *rest)
+            return eqx.combine(jax.vmap(make)(jnp.stack(keys[mine]), places[mine]), *rest)
 
         self.stacks = tuple(
             tuple(stack(*shape, place) for place in range(shape[1])) for shape in config.stacks()
