@@ -360,7 +360,7 @@ CHUNKS = pytest.mark.parametrize(
 @CHUNKS
 def test_prompts_in_chunks_over_rolling_windows(kind):
     """Chunks longer and shorter than the window of 4 tokens, and padding in the first one."""
-    model, rows = model_of(kind), jnp.asjax.device_put(tokens())
+    model, rows = model_of(kind), jnp.asarray(tokens())
     cache, call = model.init_cache(2, 13, rolling=True), eqx.filter_jit(model)
     assert cache.nbytes < model.init_cache(2, 13).nbytes
     padding = jnp.asarray([[True] * 5, [False] * 2 + [True] * 3])
@@ -509,7 +509,7 @@ def test_layers_share_blocks(tmp_path):
     shared, unshared = model(arrays), model(apart, num_mem_blocks=2)
     assert [len(one.shared_blocks) for one in (shared, unshared)] == [1, 2]
     loss = lambda model, rows: model.loss(model.features(rows[:, :-1]), rows[:, 1:])
-    step, rows = eqx.filter_jit(eqx.filter_value_and_grad(loss)), jnp.asjax.device_put(tokens())
+    step, rows = eqx.filter_jit(eqx.filter_value_and_grad(loss)), jnp.asarray(tokens())
     (value, grads), (other, of_copies) = step(shared, rows), step(unshared, rows)
     assert abs(float(value - other)) < 1e-5 * abs(float(other))
     summed = jax.tree.map(jnp.add, *of_copies.shared_blocks)
@@ -528,7 +528,7 @@ def test_layers_share_blocks(tmp_path):
 @pytest.mark.slow
 def test_updates_of_shared_blocks():
     """Behind the low-rank products that the model has itself."""
-    model, rows = model_of("zamba2"), jnp.asjax.device_put(tokens())
+    model, rows = model_of("zamba2"), jnp.asarray(tokens())
     updated = ejx.models.add_lora(model, 2, key=jax.random.key(1))
     is_lora = lambda node: isinstance(node, ejx.models.LoRA)
     drawn = lambda node: eqx.tree_at(lambda m: m.b, node, jnp.ones_like(node.b)) if is_lora(node) else node

@@ -68,7 +68,7 @@ def interpret_call(launch: Launch, arrays: dict[str, jax.Array]) -> list[jax.Arr
 
 @interpret_p.def_impl
 def _interpret_now(*arrays, host, out_types):
-    return jax.device_put(host(*map(np.asarray, arrays)))
+    return [*jax.device_put(host(*map(np.asarray, arrays)))]
 
 
 @interpret_p.def_abstract_eval
