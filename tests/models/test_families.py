@@ -36,7 +36,7 @@ def model_of(kind: str) -> ejx.models.Decoder:
 @functools.cache
 def logits_of(kind: str) -> np.ndarray:
     """Those of all tokens, by one pass."""
-    return np.asarray(eqx.filter_jit(model_of(kind))(tokens()))
+    return np.asarray(eqx.filter_jit(model_of(kind))(jax.device_put(tokens())))
 
 
 @each

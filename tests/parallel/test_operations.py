@@ -294,7 +294,7 @@ def test_opaque_results_have_the_types_of_xlas(name, size):
     case, axes = CASES[name], (ROWS, HEADS, "tokens", "channels")
     mesh = jax.make_mesh((2, 2, size, 1), axes, axis_types=(AxisType.Explicit,) * 4)
 
-    def spec_of(x: jax.Array, known: tuple[str | None, ...]) -> P:
+    def spec_of(x: Any, known: tuple[str | None, ...]) -> P:
         """With rows, also tokens and channels are split, and heads where they are."""
         if not known or known[0] != ROWS:
             return P(*known)

@@ -209,7 +209,7 @@ class Decoder(Module):
         def stack(first: int, period: int, repeats: int, place: int) -> DecoderLayer:
             rest: list[Any] = []
 
-            def make(key: Array, index: Array) -> Any:
+            def make(key: Array, index: Any) -> Any:
                 layer, numbers = config.layers[first + place], {"layer_index": index, "num_layers": count}
                 made = DecoderLayer(width, layer, **numbers, dtype=dtype, key=key, **options)
                 arrays, static = eqx.partition(made, eqx.is_array)
