@@ -8,6 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 
+def array(x: Any, dtype: Any = None) -> jax.Array:
+    """`jnp.asarray` of numbers on the host."""
+    return jax.device_put(np.asarray(x, dtype))
+
+
 def normal(seed: int, shape: Sequence[int], dtype: Any = jnp.float32) -> jax.Array:
     """Standard normal numbers."""
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(tuple(shape)), dtype)
+    return array(np.random.default_rng(seed).standard_normal(tuple(shape)), dtype)

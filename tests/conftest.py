@@ -2,8 +2,11 @@
 
 import atexit
 import collections
+import dataclasses
+import functools
 import gc
 import importlib.util
+import inspect
 import os
 import pathlib
 import re
@@ -11,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import typing
 import zlib
 from typing import Any
 
@@ -127,8 +131,34 @@ def _is_public(file: pathlib.Path) -> bool:
     return file.parent.name in _ROOMS and bool(exported & own)
 
 
+def _has_shapes(annotation: Any) -> bool:
+    if isinstance(annotation, str):
+        return not annotation.isidentifier()
+    return type(annotation).__module__.startswith("jaxtyping") or any(
+        map(_has_shapes, typing.get_args(annotation))
+    )
+
+
+def _jaxtyped(function: Any, *, typechecker: Any, shaped: Any = jaxtyping.jaxtyped) -> Any:
+    """`jaxtyping.jaxtyped`, which binds the arguments of every call anew, where an annotation has a shape; elsewhere the type checker alone."""
+    if inspect.isclass(function):
+        if dataclasses.is_dataclass(function) and not hasattr(function.__init__, "__wrapped__"):
+            setattr(function, "__init__", _jaxtyped(function.__init__, typechecker=typechecker))  # noqa: B010
+        return function
+    if any(map(_has_shapes, function.__annotations__.values())):
+        return shaped(function, typechecker=typechecker)
+    checked = typechecker(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (function if jaxtyping.config.jaxtyping_disable else checked)(*args, **kwargs)
+
+    return function if checked is function else call
+
+
 # Annotations of the package are checked at run time, in tests only. This must come before its first import.
 jaxtyping.install_import_hook(_checked_modules("ejkernel_eqx"), "beartype.beartype")
+jaxtyping.jaxtyped = lambda *, typechecker: functools.partial(_jaxtyped, typechecker=typechecker)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -44,7 +44,7 @@ def spec(layout: str, *axes: str | None) -> P:
 
 
 def place(mesh: Any, tree: Any, specs: Any) -> Any:
-    return jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), tree, specs)
+    return jax.tree.map(lambda x, s: jax.device_put(np.asarray(x), NamedSharding(mesh, s)), tree, specs)
 
 
 def collectives(compiled: Any) -> collections.Counter:

@@ -200,10 +200,10 @@ class Entries(Mapping[str, Any]):
         return self._checked[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter({**self._defaults, **self._config})
+        return iter(dict.fromkeys((*self._defaults, *self._config)))
 
     def __len__(self) -> int:
-        return len({**self._defaults, **self._config})
+        return len({*self._defaults, *self._config})
 
     def inner(self, name: str) -> "Entries":
         """The entries of an object in this one; none where it is absent or null."""
@@ -216,8 +216,8 @@ class Entries(Mapping[str, Any]):
 
     def changed(self, **entries: Any) -> "Entries":
         """The same entries, but for these."""
-        both: Any = (entries, self._config)
-        return Entries(ChainMap(*both), self._path, self._defaults)
+        below: Any = self._config.maps if isinstance(self._config, ChainMap) else [self._config]
+        return Entries(ChainMap(entries, *below), self._path, self._defaults)
 
     def known(self) -> dict[str, Any]:
         """All entries but nulls: checked if the table has them."""

@@ -12,6 +12,7 @@ import ejkernel_eqx as ejx
 from ejkernel_eqx.cells.arguments import Parameters, resolve, Tokens
 from ejkernel_eqx.cells.core import KINDS
 from ejkernel_eqx.cells.spec import CellSpec, GATES
+from tests.arrays import array
 from tests.attention.dense import quick
 
 Named = dict[str, Any]
@@ -111,11 +112,11 @@ def make(case: Case, seed: int = 0) -> tuple[Named, tuple[Any, ...]]:
     }
     state = "float64" if case.dtype == "float64" else "float32"
     arrays = {
-        name: jnp.asarray(x, state if name in ("hidden", "cell") else case.dtype)
+        name: array(x, state if name in ("hidden", "cell") else case.dtype)
         for name, x in drawn.items()
         if not left_out.get(name)
     }
-    cotangents = [jnp.asarray(rng.standard_normal((*lead, case.T, case.H)), case.dtype)]
+    cotangents = [array(rng.standard_normal((*lead, case.T, case.H)), case.dtype)]
     finals = 2 if case.kind == "lstm" else 1
     cotangents += [jnp.asarray(rng.standard_normal((*rows, case.H)), state) for _ in range(finals)]
     return arrays, tuple(cotangents)
@@ -148,7 +149,7 @@ def results(operation: Any, arrays: Named, packing: Named, cotangents: Any) -> N
 def exact(case: Case, arrays: Named, cotangents: Any) -> Named:
     """The same by the reference in float64."""
     with jax.enable_x64(True):
-        widen = lambda x: jnp.asarray(np.asarray(x).astype(np.float64))
+        widen = lambda x: array(x, np.float64)
         wide = jax.tree.map(widen, (arrays, cotangents))
         return {name: np.asarray(x) for name, x in _exact(case, *wide).items()}
 

@@ -13,6 +13,7 @@ from ejkernel_eqx.convolution.arguments import resolve
 from ejkernel_eqx.convolution.core import CONVOLVE
 from ejkernel_eqx.convolution.spec import as_called, by_head, ConvSpec
 from ejkernel_eqx.core.workload import exact_results, Inputs
+from tests.arrays import array
 from tests.attention.dense import quick
 
 Named = dict[str, Any]
@@ -67,7 +68,7 @@ def make(case: Case, seed: int = 0) -> tuple[Named, tuple[Any, Any]]:
     if case.initial:
         inputs["initial_state"] = normal(*state)
     like = lambda name: case.dtype if name in ("x", "initial_state") else "float32"
-    inputs = {name: jnp.asarray(x, like(name)) for name, x in inputs.items()}
+    inputs = {name: array(x, like(name)) for name, x in inputs.items()}
     dout, dfinal = (jnp.asarray(normal(*shape), case.dtype) for shape in (inputs["x"].shape, state))
     return inputs, (dout, dfinal)
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.arrays import array
 from tests.core.leaky import Arrays, LeakyIntegrator, reference, step, StepArrays
 from tests.meshes import context, HEADS, mesh_of, place, ROWS
 from tests.tolerances import assert_close
@@ -24,7 +25,7 @@ def exact(*given: np.ndarray) -> tuple[np.ndarray, ...]:
     """The results, and the gradients of `loss`, in float64."""
     with jax.enable_x64(True):
         call = functools.partial(everything, lambda *a: reference(Arrays(*a)))
-        return tuple(map(np.asarray, jax.jit(call)(*(jnp.asarray(a, jnp.float64) for a in given))))
+        return tuple(map(np.asarray, jax.jit(call)(*(array(a, jnp.float64) for a in given))))
 
 
 def loss(out, final):

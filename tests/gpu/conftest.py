@@ -29,10 +29,11 @@ _HERE = pathlib.Path(__file__).parent
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Every test of this folder is `few(4)`: all of them take half an hour on 16 processors, most of it compiling. The dearest tests, which compile
     many configurations, come first, so that none of them is left at the end."""
+    here = {path for path in {item.path for item in items} if _HERE in path.parents}
     for item in items:
-        if _HERE in item.path.parents and hasattr(item, "callspec") and not item.get_closest_marker("few"):
+        if item.path in here and hasattr(item, "callspec") and not item.get_closest_marker("few"):
             item.add_marker(pytest.mark.few(_CASES))
-    items.sort(key=lambda item: not (_HERE in item.path.parents and "every_candidate" in item.name))
+    items.sort(key=lambda item: not ("every_candidate" in item.name and item.path in here))
 
 
 @pytest.fixture(scope="module", autouse=True)

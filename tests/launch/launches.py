@@ -19,13 +19,13 @@ def interpret(launch: Launch, arrays: dict[str, Any]) -> Any:
     """What the launch gives for these arrays, numpy's among them."""
     return run(
         launch,
-        {name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in arrays.items()},
+        {name: jax.device_put(x) if isinstance(x, np.ndarray) else x for name, x in arrays.items()},
         interpret=True,
     )
 
 
 def array(shape, dtype=jnp.float32, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+    return jax.device_put(np.random.default_rng(seed).normal(size=shape).astype(dtype))
 
 
 def one_to_one(

@@ -17,6 +17,7 @@ from ejkernel_eqx.matmul.workload import example_problem as example_problem
 from ejkernel_eqx.matmul.workload import make_arrays as make_arrays
 from ejkernel_eqx.matmul.workload import spec_of as spec_of
 from ejkernel_eqx.paged.cache.quantise import quantise
+from tests.arrays import array
 from tests.attention.dense import quick
 
 Named = dict[str, Any]
@@ -63,25 +64,25 @@ def make(case: Case, seed: int = 0) -> tuple[Named, Any]:
     rows = case.M if case.gathered is None else case.gathered
     normal = lambda *shape: rng.standard_normal(shape)
     wide = "float64" if case.dtype == "float64" else "float32"
-    given: Named = {"lhs": jnp.asarray(normal(*lead, rows, case.K), case.dtype)}
+    given: Named = {"lhs": array(normal(*lead, rows, case.K), case.dtype)}
 
     def side(name: str, scale: str, bias: str) -> Named:
         w = normal(count, case.K, width) / np.sqrt(case.K)
         found: Named = {}
         if case.stored is None:
-            w = jnp.asarray(w, case.dtype)
+            w = array(w, case.dtype)
         else:
             stored, found[scale] = quantise(jnp.asarray(w.swapaxes(1, 2), jnp.float32), case.stored)
             w = stored.swapaxes(1, 2)
         found[name] = w.swapaxes(1, 2) if case.transpose else w
-        return found | ({bias: jnp.asarray(normal(count, width), wide)} if case.bias else {})
+        return found | ({bias: array(normal(count, width), wide)} if case.bias else {})
 
     given |= side("rhs", "rhs_scale", "bias")
     given |= side("up", "up_scale", "up_bias") if case.gated == "pair" else {}
     given["group_sizes"] = jnp.asarray(sizes)
     if case.gathered is not None:
         given["row_indices"] = jnp.asarray(rng.integers(0, rows, (*lead, case.M)), jnp.int32)
-    return given, jnp.asarray(normal(*lead, case.M, case.N), case.out or case.dtype)
+    return given, array(normal(*lead, case.M, case.N), case.out or case.dtype)
 
 
 def learned(case: Case, given: Named) -> Named:
@@ -126,7 +127,7 @@ def exact(case: Case, given: Named, dout: Any) -> Named:
     """The output and the gradients by the reference in float64."""
     with jax.enable_x64(True):
         arrays, spec = resolved(case, given)
-        found = _reference(spec, Inputs(arrays, {"out": jnp.asarray(dout).astype(jnp.float64)}))
+        found = _reference(spec, Inputs(arrays, {"out": array(dout, np.float64)}))
         return {name: np.asarray(x) for name, x in found.items()}
 
 

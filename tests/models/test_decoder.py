@@ -12,7 +12,7 @@ import pytest
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx.models import Decoder, DecoderConfig, LayerConfig, MLPConfig, MoEConfig
-from tests.arrays import normal
+from tests.arrays import array, normal
 
 ROPE = ejx.nn.RotaryEmbedding(8)
 FULL = LayerConfig("attention", {"num_heads": 4, "num_kv_heads": 2, "rope": ROPE}, MLPConfig(40))
@@ -56,7 +56,7 @@ CALL: Any = lambda name, *given, **rows: model_of(name)(TOKENS, *given, **rows)
 
 
 def close(a, b, scale: float = 1.0) -> None:
-    np.testing.assert_allclose(a, b, atol=2e-5 * scale * float(jnp.max(jnp.abs(b))))
+    np.testing.assert_allclose(a, b, atol=2e-5 * scale * float(np.max(np.abs(np.asarray(b)))))
 
 
 def test_flags_may_be_arrays():
@@ -119,7 +119,10 @@ class Served:
         self.rows, self.table = np.array(rows), ejx.PageTable(8, 4)
         cache = self.model.init_serving_cache(num_pages=8, page_size=4, num_slots=2, **options)
         self.cache: Any = jax.tree.map(
-            lambda x: jnp.full_like(x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x, cache
+            lambda x: (
+                array(np.full(x.shape, np.nan), x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+            ),
+            cache,
         )
         self.call = eqx.filter_jit(lambda model, tokens, cache, batch: model(tokens, cache, batch=batch))
         self.found = np.full((*self.rows.shape, self.model.config.vocab_size), np.nan, np.float32)
@@ -144,8 +147,8 @@ class Served:
             self.found[n, before : before + count] = logits[at : at + count]
         return batch
 
-    def agrees(self) -> None:
-        close(self.found, eqx.filter_jit(self.model)(jnp.asarray(self.rows)))
+    def agrees(self, expected: Any = None) -> None:
+        close(self.found, eqx.filter_jit(self.model)(array(self.rows)) if expected is None else expected)
 
 
 @pytest.mark.few(1)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel_eqx import nn
+from tests.arrays import array
 from tests.nn import published_recurrent as published
 
 EMBED = 24
@@ -184,7 +185,7 @@ def build(name: str, dtype=jnp.float32, seed: int = 0, platform=None) -> nn.Recu
             value = (0.2 if small else leaf.shape[-1] ** -0.5) * random.standard_normal(leaf.shape)
             value = value + 1 if len(leaf.shape) == 1 and not field.endswith("bias") else value
         wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
-        return jnp.asarray(value, dtype if leaf.dtype == jnp.float16 else wide)
+        return array(value, dtype if leaf.dtype == jnp.float16 else wide)
 
     make = RESIDUAL if name == "rwkv7 residual" else (LAYERS | VARIANTS)[name].build
     # In float16 the parameters that stay wide can be told from those that do not.
@@ -195,7 +196,7 @@ def build(name: str, dtype=jnp.float32, seed: int = 0, platform=None) -> nn.Recu
 
 def inputs(rows: int, tokens: int, dtype=jnp.float32) -> jax.Array:
     random = np.random.default_rng(1)
-    return jnp.asarray(random.standard_normal((rows, tokens, EMBED)), dtype)
+    return array(random.standard_normal((rows, tokens, EMBED)), dtype)
 
 
 @eqx.filter_jit

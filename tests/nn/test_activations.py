@@ -12,6 +12,7 @@ from ejkernel_eqx import Backend
 from ejkernel_eqx.nn import activations
 from ejkernel_eqx.nn.activations import ACTIVATIONS, gated
 from tests import meshes
+from tests.arrays import array
 from tests.attention.dense import quick
 from tests.meshes import HEADS, ROWS
 from tests.nn.experts import act
@@ -23,7 +24,7 @@ by_name = pytest.mark.parametrize("name", ACTIVATIONS)
 def make(*shape: int, dtype: str = "float32") -> tuple[jax.Array, ...]:
     """Gate and up, of which some are clipped, and a cotangent."""
     rng = np.random.default_rng(0)
-    return tuple(jnp.asarray(scale * rng.standard_normal(shape), dtype) for scale in (4, 4, 1))
+    return tuple(array(scale * rng.standard_normal(shape), dtype) for scale in (4, 4, 1))
 
 
 def results(function: Any, gate: jax.Array, up: jax.Array, dout: jax.Array) -> tuple[jax.Array, ...]:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx.nn.projection import project, project_apart, project_parts, project_together
-from tests.arrays import normal
+from tests.arrays import array, normal
 from tests.meshes import COLLECTIVE
 from tests.nn.checks import refuses
 from tests.recurrence.quick import quick
@@ -153,8 +153,7 @@ def test_a_bias_has_a_gradient_summed_in_float32(dtype):
     """Over 4,096 rows; a sum in 16 bits loses the small terms."""
     random = np.random.default_rng(0)
     x, weight, bias, dy = (
-        jnp.asarray(random.standard_normal(shape), dtype)
-        for shape in ((4096, IN), (OUT, IN), (OUT,), (4096, OUT))
+        array(random.standard_normal(shape), dtype) for shape in ((4096, IN), (OUT, IN), (OUT,), (4096, OUT))
     )
     dbias = quick(jax.vjp(_projected, x, weight, bias)[1])(dy)[2]
     assert dbias.dtype == dtype

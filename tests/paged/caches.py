@@ -8,6 +8,7 @@ import pytest
 
 from ejkernel_eqx import PagedKVCache, PagedLatentCache
 from ejkernel_eqx.paged.cache.quantise import dequantise, LARGEST, quantise
+from tests.arrays import array
 from tests.recurrence.quick import quick
 
 __all__ = ["dequantise", "LARGEST", "quantise"]
@@ -57,10 +58,8 @@ def tokens(cache, count, seed=0, lead=()):
     rng = np.random.default_rng(seed)
     first, second = arrays(cache)[:2]
     inner = len(cache.batch_shape) + 2
-    draw = lambda x: jnp.asarray(
-        np.clip(rng.normal(size=(*lead, count, *x.shape[inner:])), -3, 3), jnp.bfloat16
-    )
-    return tuple(draw(x).astype(jnp.float32) for x in (first, second))
+    draw = lambda x: np.clip(rng.normal(size=(*lead, count, *x.shape[inner:])), -3, 3)
+    return tuple(array(draw(x).astype(jnp.bfloat16), jnp.float32) for x in (first, second))
 
 
 def arrays(cache):

@@ -15,6 +15,7 @@ from ejkernel_eqx.paged.example import example_problem
 from ejkernel_eqx.paged.samples import make_arrays, make_batch
 from ejkernel_eqx.paged.samples import spec_of as spec_of_problem
 from ejkernel_eqx.paged.spec import PagedArrays, PagedSpec, PAGES, SCALES, SHARED
+from tests.arrays import array
 from tests.recurrence.quick import quick
 from tests.tolerances import assert_close
 
@@ -98,7 +99,7 @@ def with_leading_axis(arrays: PagedArrays) -> PagedArrays:
 def run_reference(case: Case) -> dict[str, np.ndarray]:
     """`out` and `lse` by the reference in float64."""
     with jax.enable_x64(True):
-        wide = {name: jnp.asarray(_wide(x)) for name, x in _arrays(case).items()}
+        wide = {name: array(_wide(x)) for name, x in _arrays(case).items()}
         results = attend_exactly(PagedArrays.of(wide), spec_of(case))
         return {name: np.asarray(x) for name, x in results.items()}
 

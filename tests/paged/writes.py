@@ -8,6 +8,7 @@ import numpy as np
 
 from ejkernel_eqx.paged.cache.write import write as scatter
 from ejkernel_eqx.paged.spec import WriteArrays
+from tests.arrays import array
 from tests.paged.cases import LARGEST
 from tests.recurrence.quick import quick
 
@@ -30,13 +31,13 @@ def make(dtype, *, new="float32", scales=None, kinds=KINDS, lead=(), pages_lead=
         values = rng.standard_normal((*lead, T, heads, width)) * rng.choice(
             [1e-3, 1, 50], (*lead, T, heads, 1)
         )
-        tokens[name] = jnp.asarray(np.where(nowhere[..., None, None], np.nan, values).astype(new))
+        tokens[name] = array(np.where(nowhere[..., None, None], np.nan, values).astype(new))
         held = rng.integers(-100, 100, (*pages_lead, P, p, heads, width))
-        pages[name] = jnp.asarray(held.astype("float32").astype(dtype))
+        pages[name] = array(held.astype("float32").astype(dtype))
         shape = {"token": (*pages_lead, P, p, heads), "head": (*pages_lead, heads)}.get(scales or "")
         if shape is not None and dtype in LARGEST:
-            pages[f"{name}_scale"] = jnp.asarray(rng.uniform(0.05, 0.2, shape).astype("float32"))
-    return WriteArrays(pages, tokens, jnp.asarray(slots.astype(np.int32)))
+            pages[f"{name}_scale"] = array(rng.uniform(0.05, 0.2, shape).astype("float32"))
+    return WriteArrays(pages, tokens, array(slots.astype(np.int32)))
 
 
 def assert_same(write: Callable[[WriteArrays], dict[str, Any]], arrays: WriteArrays) -> None:

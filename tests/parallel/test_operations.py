@@ -7,13 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import ejkernel_eqx as ejx
 from tests import meshes
-from tests.attention.dense import normal
+from tests.attention import dense
 from tests.meshes import HEADS, ROWS
 
 QKV = (ROWS, None, HEADS, None)
@@ -25,7 +26,7 @@ class Case:
     """A call `build(platform)(**arrays)`, and how its arrays lie: the axes of each that rows and heads are split along, of those left out none."""
 
     build: Callable[[ejx.PlatformLike], Callable[..., Any]]
-    arrays: dict[str, jax.Array]
+    arrays: dict[str, np.ndarray]
     split: Mapping[str, tuple[str | None, ...]]
     results: tuple[tuple[str | None, ...], ...]
     forward_only: bool = False
@@ -48,13 +49,17 @@ def stepped(build: Callable[..., Any]) -> Callable[[ejx.PlatformLike], Callable[
     return lambda platform: build(platform=platform).step
 
 
-def qkv(heads: int = 4, kv_heads: int = 2, t: int = 6) -> dict[str, jax.Array]:
+def normal(seed: int, *shape: int) -> np.ndarray:
+    return np.asarray(dense.normal(seed, *shape))
+
+
+def qkv(heads: int = 4, kv_heads: int = 2, t: int = 6) -> dict[str, np.ndarray]:
     shapes = {"q": heads, "k": kv_heads, "v": kv_heads}
     return {name: normal(i, 4, t, n, 8) for i, (name, n) in enumerate(shapes.items())}
 
 
-def decays(*shape: int) -> jax.Array:
-    return -jnp.abs(normal(7, *shape))
+def decays(*shape: int) -> np.ndarray:
+    return -np.abs(normal(7, *shape))
 
 
 _FULL: dict[str, Any] = {"q": QKV, "k": QKV, "v": QKV}
@@ -99,7 +104,7 @@ CASES = {
     ),
     "native sparse": Case(
         called(partial(ejx.NativeSparseAttention, 2, 2, 3)),
-        qkv(8, 4) | {"gates": jnp.abs(normal(5, 4, 6, 8, 3))},
+        qkv(8, 4) | {"gates": np.abs(normal(5, 4, 6, 8, 3))},
         _FULL | {"gates": _GATE},
         (QKV,),
     ),
@@ -112,20 +117,20 @@ CASES = {
     "gated delta": Case(
         called(ejx.GatedDeltaRule),
         qkv(2, 2)
-        | {"v": normal(2, 4, 6, 4, 8), "g": decays(4, 6, 4), "beta": jnp.abs(normal(6, 4, 6, 4)) / 4},
+        | {"v": normal(2, 4, 6, 4, 8), "g": decays(4, 6, 4), "beta": np.abs(normal(6, 4, 6, 4)) / 4},
         _FULL | {"g": _GATE, "beta": _GATE},
         (QKV, _STATE),
     ),
     "state space of one group": Case(
         called(ejx.StateSpaceV2),
-        {"x": normal(0, 4, 6, 4, 8), "dt": jnp.abs(normal(1, 4, 6, 4)), "A": decays(4)}
+        {"x": normal(0, 4, 6, 4, 8), "dt": np.abs(normal(1, 4, 6, 4)), "A": decays(4)}
         | {"B": normal(2, 4, 6, 1, 8), "C": normal(3, 4, 6, 1, 8)},
         {"x": QKV, "dt": _GATE, "B": (ROWS,), "C": (ROWS,)},
         (QKV, _STATE),
     ),
     "scan": Case(
         called(ejx.StateSpaceV1, segment_ids=IDS),
-        {"x": normal(0, 4, 6, 8), "dt": jnp.abs(normal(1, 4, 6, 8)), "A": decays(8, 4)}
+        {"x": normal(0, 4, 6, 8), "dt": np.abs(normal(1, 4, 6, 8)), "A": decays(8, 4)}
         | {"B": normal(2, 4, 6, 4), "C": normal(3, 4, 6, 4)},
         {"x": _GATE, "dt": _GATE, "A": (HEADS,), "B": (ROWS,), "C": (ROWS,)},
         (_GATE, (ROWS, HEADS)),
@@ -213,7 +218,7 @@ CASES = {
     ),
     "step of a scan": Case(
         stepped(ejx.StateSpaceV1),
-        {"x": normal(0, 4, 8), "dt": jnp.abs(normal(1, 4, 8)), "A": decays(8, 4)}
+        {"x": normal(0, 4, 8), "dt": np.abs(normal(1, 4, 8)), "A": decays(8, 4)}
         | {"B": normal(2, 4, 4), "C": normal(3, 4, 4), "state": normal(4, 4, 8, 4)},
         {"x": (ROWS, HEADS), "dt": (ROWS, HEADS), "A": (HEADS,), "B": (ROWS,), "C": (ROWS,)}
         | {"state": (ROWS, HEADS)},
@@ -289,7 +294,7 @@ def test_opaque_results_have_the_types_of_xlas(name, size):
     case, axes = CASES[name], (ROWS, HEADS, "tokens", "channels")
     mesh = jax.make_mesh((2, 2, size, 1), axes, axis_types=(AxisType.Explicit,) * 4)
 
-    def spec_of(x: jax.Array, known: tuple[str | None, ...]) -> P:
+    def spec_of(x: Any, known: tuple[str | None, ...]) -> P:
         """With rows, also tokens and channels are split, and heads where they are."""
         if not known or known[0] != ROWS:
             return P(*known)

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from ejkernel_eqx.parallel import Axes, match_sharding, match_varying, output_shapes, partitioned, Split
 from tests import meshes
+from tests.arrays import array
 
 KINDS = ("automatic", "explicit without context")
 SPLIT = lambda name: name in ("b0", "H")
@@ -37,7 +38,7 @@ def call(q, k, seen=None, **options):
 
 def inputs(batch=8, heads=8, kv_heads=4):
     rng = np.random.default_rng(0)
-    return tuple(jnp.asarray(rng.integers(-4, 5, (batch, n, 6)), jnp.float32) for n in (heads, kv_heads))
+    return tuple(array(rng.integers(-4, 5, (batch, n, 6)), jnp.float32) for n in (heads, kv_heads))
 
 
 def run(kind, q_spec, k_spec, *, shape=(4, 2), **sizes):

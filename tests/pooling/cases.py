@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import ejkernel_eqx as ejx
+from tests.arrays import array
 from tests.attention.dense import quick
 
 Named = dict[str, Any]
@@ -106,7 +107,7 @@ def make(case: Case, seed: int = 0) -> tuple[Any, Any]:
     shape = (*case.lead, case.T, case.C)
     x = rng.integers(-2, 3, shape) if case.ties else rng.standard_normal(shape)
     dout = rng.standard_normal(result_shape(case))
-    return jnp.asarray(x, case.dtype), jnp.asarray(dout, case.dtype)
+    return array(x, case.dtype), array(dout, case.dtype)
 
 
 def result_shape(case: Case) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ import ejkernel_eqx as ejx
 from ejkernel_eqx.core.workload import exact_results, Inputs
 from ejkernel_eqx.normalization.core import KINDS
 from ejkernel_eqx.normalization.spec import NormArrays, NormSpec
+from tests.arrays import array
 from tests.attention.dense import quick
 
 Named = dict[str, Any]
@@ -39,7 +40,7 @@ CASES = {
 def make(case: Case, seed: int = 0) -> tuple[Named, tuple[Any, Any]]:
     """The float inputs of a call by name, and cotangents of the norm and the sum."""
     rng = np.random.default_rng(seed)
-    row = lambda: jnp.asarray(rng.standard_normal(case.shape), case.dtype)
+    row = lambda: array(rng.standard_normal(case.shape), case.dtype)
     inputs = {"x": row()} | ({"branch": row()} if case.branch else {})
     if case.weight:
         inputs["weight"] = jnp.asarray(rng.standard_normal(case.shape[-1]), "float32")

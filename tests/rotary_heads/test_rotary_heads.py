@@ -14,6 +14,7 @@ from ejkernel_eqx.core.workload import exact_results, Inputs
 from ejkernel_eqx.rotary.heads.core import HEADS
 from ejkernel_eqx.rotary.heads.spec import HeadsArrays, HeadsSpec, RESULTS
 from tests.agreement import assert_agrees, platforms
+from tests.arrays import array
 from tests.attention.dense import quick
 from tests.tolerances import assert_close
 
@@ -44,7 +45,7 @@ CASES = {
 def make(case: Case, seed: int = 0) -> tuple[dict[str, Any], list[Any]]:
     """The arrays of a call, and cotangents of its results."""
     rng = np.random.default_rng(seed)
-    normal = lambda *shape, dtype=case.dtype: jnp.asarray(rng.standard_normal(shape), dtype)
+    normal = lambda *shape, dtype=case.dtype: array(rng.standard_normal(shape), dtype)
     q, k = (normal(*case.lead, heads, case.features) for heads in case.heads)
     angles = 3 * normal(*case.lead, case.pairs, dtype="float32")
     given = {"q": q, "k": k, "cos": jnp.cos(angles), "sin": jnp.sin(angles)}

@@ -15,6 +15,7 @@ from jax import Array
 from ejkernel_eqx.selective_scan import reference, samples
 from ejkernel_eqx.selective_scan.example import example_problem
 from ejkernel_eqx.selective_scan.spec import FLOATS, PART, ScanArrays, ScanSpec, SHARED
+from tests.arrays import array
 from tests.recurrence import cases as recurrences
 from tests.tolerances import assert_close
 
@@ -120,7 +121,7 @@ def cotangents(case: Case, seed: int = 1) -> tuple[Array, Array]:
     arrays, _ = make(case)
     dout = rng.standard_normal(arrays.x.shape) * in_sequence(case, arrays)
     dstate = rng.standard_normal(state_shape(case, arrays))
-    return jnp.asarray(dout, case.dtype), jnp.asarray(dstate, case.state_dtype)
+    return array(dout, case.dtype), array(dstate, case.state_dtype)
 
 
 def differentiated(function: Any, arrays: ScanArrays, dout: Array, dstate: Array) -> Result:

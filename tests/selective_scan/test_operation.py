@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
+from tests.arrays import array
 from tests.recurrence.quick import quick
 from tests.selective_scan.test_xla import xla
 from tests.tolerances import assert_close
@@ -26,7 +27,7 @@ def module(platform="xla", **options):
 
 def make(*lead: int, length: int | None = T, dtype="float64", groups=1, I=I):
     rng = np.random.default_rng(0)
-    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
+    normal = lambda *shape: array(rng.normal(size=shape), dtype)
     tokens = lead if length is None else (*lead, length)
     projection = (*tokens, N) if groups == 1 else (*tokens, groups, N)
     return dict(

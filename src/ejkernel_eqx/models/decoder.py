@@ -207,14 +207,18 @@ class Decoder(Module):
         options |= {"expert_parallel": expert_parallel, "split": split}
 
         def stack(first: int, period: int, repeats: int, place: int) -> DecoderLayer:
-            def make(key: Array, index: Array) -> DecoderLayer:
-                layer = config.layers[first + place]
-                return DecoderLayer(
-                    width, layer, layer_index=index, num_layers=count, dtype=dtype, key=key, **options
-                )
+            rest: list[Any] = []
 
+            def make(key: Array, index: Any) -> Any:
+                layer, numbers = config.layers[first + place], {"layer_index": index, "num_layers": count}
+                made = DecoderLayer(width, layer, **numbers, dtype=dtype, key=key, **options)
+                arrays, static = eqx.partition(made, eqx.is_array)
+                rest.append(static)
+                return arrays
+
+            # `eqx.filter_vmap` would compile a program for each shape, to move the first axis to its place.
             mine = slice(first + place, first + period * repeats, period)
-            return eqx.filter_vmap(make)(keys[mine], jnp.asarray(places[mine]))
+            return eqx.combine(jax.vmap(make)(jnp.stack(keys[mine]), places[mine]), *rest)
 
         self.stacks = tuple(
             tuple(stack(*shape, place) for place in range(shape[1])) for shape in config.stacks()

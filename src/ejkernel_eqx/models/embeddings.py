@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -94,4 +95,4 @@ def _padded(batch: list[list[int]], most: int) -> tuple[Array, Array]:
     mask = np.zeros(tokens.shape, bool)
     for row, text in enumerate(batch):
         tokens[row, : len(text)], mask[row, : len(text)] = text, True
-    return jnp.asarray(tokens), jnp.asarray(mask)
+    return jax.device_put((tokens, mask))

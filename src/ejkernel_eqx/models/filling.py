@@ -244,21 +244,21 @@ def _stacked(layers: Any, views: list[tuple[Any, ...]], filled: Callable[..., An
             empty = lambda x, like: empty_stack(len(views), x, sharding_of(like))
             buffers = jax.tree.map(empty, layer, parameters, is_leaf=is_quantised)
         check_alike(buffers, layer, view[0].prefix)
-        buffers = jax.tree.map(lambda buffer, x, index=index: _put(index, x, buffer), buffers, layer)
+        buffers = _written(jnp.int32(index), jax.tree.map(_beside, layer, buffers), buffers)
     one_of = lambda buffer, other: other if buffer is None else buffer
     return jax.tree.map(one_of, buffers, rest, is_leaf=lambda x: x is None or is_quantised(x))
 
 
-def _put(index: int, x: jax.Array, buffer: jax.Array) -> jax.Array:
+def _beside(x: jax.Array, buffer: jax.Array) -> jax.Array:
     sharding = buffer.sharding
-    if isinstance(sharding, NamedSharding):
-        x = jax.device_put(x, NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:])))
-    return _written(jnp.int32(index), x, buffer)
+    if not isinstance(sharding, NamedSharding):
+        return x
+    return jax.device_put(x, NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:])))
 
 
 @eqx.filter_jit(donate="all-except-first")
-def _written(index: Any, x: Any, buffer: Any) -> Any:
-    return buffer.at[index].set(x)
+def _written(index: Any, layer: Any, buffers: Any) -> Any:
+    return jax.tree.map(lambda x, buffer: buffer.at[index].set(x), layer, buffers)
 
 
 def filled_layer(layer: Any, view: Any, of_mlp: Any, *of_adapters: Any) -> Any:

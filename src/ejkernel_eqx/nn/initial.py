@@ -20,11 +20,16 @@ _KEYS = 8
 """The same for keys."""
 
 
-def keys_of(key: Array, count: int = 2) -> Array:
-    """`jax.random.split(key, count)`."""
+def keys_of(key: Array, count: int = 2) -> tuple[Array, ...]:
+    """The keys of `jax.random.split(key, count)`."""
     if count > _KEYS or not _draws_by_place(key):
-        return jax.random.split(key, count)
-    return jax.random.split(key, _KEYS)[:count]
+        return tuple(jax.random.split(key, count))
+    return _split(key)[:count]
+
+
+@jax.jit
+def _split(key: Array) -> tuple[Array, ...]:
+    return tuple(jax.random.split(key, _KEYS))
 
 
 def uniform(key: Array, shape: tuple[int, ...], dtype: Any, bound: float) -> Array:

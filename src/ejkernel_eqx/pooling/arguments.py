@@ -1,12 +1,14 @@
 """Checks what a user passes to a pooling and resolves it to `PoolArrays`."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from .._jitted import compiled_once
 from .._values import check_between, checked, known
 from ..core.arguments import array, check_flags, is_finite
 from ..sequences.packing import read_count
@@ -82,18 +84,21 @@ def resolve(options: Options, x: Any, mask: Any, lengths: Any, cu_seqlens: Any, 
     offsets, order = packing.offsets, None
     if segment_ids is not None:
         ids, count = _ids(options, segment_ids, (*lead, length))
-        offsets, order = tables.by_id(ids, count, bool(options.indices_are_sorted))
-    arrays = arrays_of(x, spec, real, offsets, order, options.max_chunks)
+        offsets, order = compiled_once(tables.by_id, count, bool(options.indices_are_sorted))(ids)
+    # Against a number of chunks known offsets are checked, which a compiled function does not know; and without tables it would do nothing.
+    is_plain = options.max_chunks is not None or (real is None and offsets is None)
+    build: Any = functools.partial if is_plain else compiled_once
+    arrays = build(arrays_of, spec, options.max_chunks)(x, real, offsets, order)
     return Call(arrays, spec, offsets is None and chunk is None)
 
 
 def arrays_of(
-    x: Array,
     spec: PoolSpec,
+    max_chunks: int | None,
+    x: Array,
     real: Array | None,
     offsets: Array | None,
     order: Array | None,
-    max_chunks: int | None,
 ) -> PoolArrays:
     """The arrays of a call with the `real` tokens (`None`: all), packed between `offsets` of places if there
     are any."""

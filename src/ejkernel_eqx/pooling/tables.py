@@ -76,7 +76,7 @@ def pieces_of(begin: Array, end: Array, length: Any, size: int) -> Pieces:
     return Pieces(owner, start, stop, ends - number, number)
 
 
-def by_id(ids: Array, count: int, are_sorted: bool) -> tuple[Array, Array]:
+def by_id(count: int, are_sorted: bool, ids: Array) -> tuple[Array, Array]:
     """The offsets `[*, count + 1]` of the tokens of each id below `count`, and the tokens in this order, `[*, T]`. Others come last."""
     is_member = (ids >= 0) & (ids < count)
     key = jnp.where(is_member, ids, count)

@@ -41,7 +41,7 @@ def make_arrays(problem: Problem, spec: PoolSpec, seed: int) -> PoolArrays:
     offsets = order = None
     if problem.flag("packed"):
         offsets, order = _packed(problem, spec, rng)
-    return arrays_of(x, spec, real, offsets, order, size.get("S"))
+    return arrays_of(spec, size.get("S"), x, real, offsets, order)
 
 
 def _packed(problem: Problem, spec: PoolSpec, rng: np.random.Generator) -> tuple[Array, Array | None]:

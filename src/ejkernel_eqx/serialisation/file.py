@@ -602,5 +602,4 @@ def _sharding_of(x: Any) -> Any:
 
 
 def _place(value, x) -> jax.Array:
-    sharding = _sharding_of(x)
-    return jnp.asarray(value) if sharding is None else jax.device_put(value, sharding)
+    return jax.device_put(value, _sharding_of(x))

@@ -100,7 +100,7 @@ class Weights:
         if isinstance(value, jax.Array):
             return value.astype(dtype)
         # The host casts, so that the device never holds the array twice. It also copies, since the caller may change its own array later.
-        return jnp.array(np.asarray(value).astype(dtype), dtype)
+        return jax.device_put(np.array(value, dtype))
 
     def take_matrix(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
         """Takes one or several matrices, for a layer that computes with a `QuantizedWeight` as well. If the checkpoint is quantised, it returns

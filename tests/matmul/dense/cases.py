@@ -12,6 +12,7 @@ import ejkernel_eqx as ejx
 from ejkernel_eqx.core.workload import exact_results, Inputs
 from ejkernel_eqx.matmul.dense.core import KINDS
 from ejkernel_eqx.matmul.dense.spec import BIASES, MatmulArrays, MatmulSpec, RESULTS, RIGHTS
+from tests.arrays import array
 from tests.attention.dense import quick
 
 Named = dict[str, Any]
@@ -53,7 +54,7 @@ def operation(case: Case, **options: Any) -> ejx.Matmul:
 def make(case: Case, seed: int = 0) -> tuple[Named, list[Any]]:
     """The float arrays of a call by name, and cotangents of the results."""
     rng = np.random.default_rng(seed)
-    normal = lambda *shape, dtype=case.dtype: jnp.asarray(rng.standard_normal(shape), dtype)
+    normal = lambda *shape, dtype=case.dtype: array(rng.standard_normal(shape), dtype)
     lead, features = case.shape[:-1], case.shape[-1]
     given = {"x": normal(*case.shape)}
     for right, bias, n in zip(RIGHTS, BIASES, case.columns):

@@ -235,7 +235,7 @@ def _coded(name: str, weight: Any, fields: tuple[str, ...]) -> dict[str, Array]:
             f"{name}: expected codes [out, in], received a transposed {weight!r}; pass its floats, weight.astype(x.dtype)."
         )
     arrays = (weight.codes, weight.scales, weight.zeros, weight.tensor_scale)
-    return {field: jnp.asarray(x) for field, x in zip(fields, arrays) if x is not None}
+    return {field: jax.device_put(x) for field, x in zip(fields, arrays) if x is not None}
 
 
 QuantizedMatmul = Matmul

@@ -164,7 +164,7 @@ class RaggedBatch(Module):
         if states is not None:
             arrays = (*arrays, _padded(states, sizes.sequences, -1))
         counts = {"max_query_len": sizes.query_len, "num_tokens": sizes.tokens}
-        return cls(*map(jnp.asarray, arrays), page_size=page_size, **counts)
+        return cls(*jax.device_put(arrays), page_size=page_size, **counts)
 
     @property
     def is_decode(self) -> bool:
