@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..core.arguments import accumulator
+from .log_forget import at_positions
 from .masks.dense import by_pair
 from .philox import philox_keep
 from .score_mod import modified
@@ -80,6 +81,9 @@ def attend_with_weights(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[A
         scores = scores + _every_row(arrays.bias.astype(dtype), spec.bias_run, len(q))
     if arrays.alibi_slopes is not None:
         scores = scores + arrays.alibi_slopes.astype(dtype)[..., None, None] * (j - i).astype(dtype)
+    if arrays.log_forget is not None:
+        ends = jnp.cumsum(arrays.log_forget.astype(dtype), axis=1).swapaxes(1, 2)[:, :, None]  # [B or 1, H, 1, S]
+        scores = scores + jnp.swapaxes(at_positions(ends, i[..., 0]), 2, 3) - ends
 
     if spec.score_mod is not None:
         assert arrays.heads is not None

@@ -28,6 +28,7 @@ class AttentionInputs(TypedDict, total=False):
     kv_lengths: int | Int[Numbers, "*B"] | None
     sinks: Float[Numbers, " H *n"] | None
     alibi_slopes: Float[Numbers, " H"] | None
+    log_forget: Float[AnyArray, "*B S H"] | None
     q_offset: int | Int[Numbers, "*B"] | None
     key: PRNGKeyArray | None
     inference: bool | None

@@ -30,7 +30,7 @@ def _attend_tiles(
             n = entry
             entry = tl.load(tiles.list + at + 1).to(tl.int32)
         first = n * BK
-        keys, ok = tile.key_columns(first, key_rows, S, BK, CHECK, MASKED and masking.SEGMENTS)
+        keys, ok = tile.key_columns(first, key_rows, head, S, BK, CHECK, MASKED and masking.SEGMENTS, scoring.ALIBI)
         # Products by the head's keys and by those that all heads share.
         k = tile.load_rows(key_rows.k, first, sizes.K * sizes.D, ok, S, sizes.D, BK, sizes.BLOCK_D, BOUND, CHECK)  # [BK, BLOCK_D]
         qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BQ, BK]
@@ -73,7 +73,7 @@ def _attend_tiles(
 @triton.jit
 def forward_kernel(
     q_ptr, k_ptr, k_rope_ptr, v_ptr,  # [B, T, H, D + R], [B, S, K, D], [B, S, R] if R > 0, [B, S, K, V]
-    bias_ptr, slopes_ptr, sinks_ptr, mask_ptr,  # bias and mask as in `over_scores`; [B, H] each
+    bias_ptr, slopes_ptr, sinks_ptr, mask_ptr,  # bias and mask as in `over_scores`; slopes as in `HeadArrays`; [B, H]
     q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr, position_ptr, key_seen_ptr,  # [B, T] and, of keys, [B, S]
     seeds_ptr, tiles_ptr,  # [B, H, SEED_WORDS], [B, tiles, 4] or of lists [rows, tiles, 8]
     row_ptr, list_ptr, pattern_ptr, bits_ptr, map_ptr,  # of lists, as in `TileLists`; the map as in `map_of`
@@ -106,7 +106,8 @@ def forward_kernel(
 
     # What determines the visibility of these queries, and the terms of their scores besides q . k.
     queries = tile.query_rows(rows, b, row_arrays, lengths, masking)
-    head = tile.head_of(head_arrays, b, h, lengths, H, scoring, masking)
+    place = tile.place_of(first, b, row_arrays, lengths, masking, ALIBI)
+    head = tile.head_of(head_arrays, b, h, place, lengths, H, scoring, masking)
 
     q, q_rope = tile.load_queries(q_ptr + b * T * (H * (D + R)) + h * (D + R), first, inside, T, sizes, not EVEN_Q, False)
     key_rows = tile.KeyRows(
@@ -117,6 +118,8 @@ def forward_kernel(
     if SINKS:
         top = tl.zeros([BQ], tl.float32) + tl.load(sinks_ptr + b * H + h) * LOG2E  # [BQ]
         total = tl.full([BQ], 1.0, tl.float32)  # [BQ]
+        if ALIBI == tile.GATES:  # scores lack the queries' sums of gates
+            top -= tl.ravel(tile.gates_of(head, queries.position, S))  # [BQ]
     else:
         top = tl.full([BQ], float("-inf"), tl.float32)  # [BQ]
         total = tl.zeros([BQ], tl.float32)  # [BQ]
@@ -131,6 +134,8 @@ def forward_kernel(
     # out = acc / total, lse = top + log(total); 0 and minus infinity for a row that saw no key.
     some = total > 0  # [BQ]
     acc = acc * (1.0 / tl.where(some, total, 1.0))[:, None]  # [BQ, BLOCK_V]
+    if ALIBI == tile.GATES:
+        top += tl.ravel(tile.gates_of(head, queries.position, S))
     lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf"))  # [BQ]
     tile.store_rows(out_ptr + b * T * (H * V) + h * V, acc.to(out_ptr.dtype.element_ty), first, H * V, T, V, BQ, BLOCK_V)
     tl.store(lse_ptr + (b * H + h) * T + rows, lse, mask=inside)

@@ -18,6 +18,7 @@ from .. import philox
 OVER_BATCH, OVER_HEADS, OVER_QUERIES, OVER_KEYS, SHARED = (tl.constexpr(2 << axis) for axis in range(5))
 
 PHILOX_ROUNDS = tl.constexpr(philox.ROUNDS)
+SLOPES, GATES = tl.constexpr(1), tl.constexpr(2)  # of ALIBI: what the pointer `slopes` holds
 LARGE_CAP = tl.constexpr(100.0)  # a cap from which on absolute errors of its tanh would be seen
 PHILOX_M0, PHILOX_M1 = (tl.constexpr(word) for word in philox.MULTIPLIERS)
 PHILOX_W0, PHILOX_W1 = (tl.constexpr(word) for word in philox.WEYL)
@@ -33,15 +34,16 @@ Masking = namedtuple("Masking", "LEFT RIGHT ROWS SEGMENTS MASK LISTED BITS MAP_H
 Lengths = namedtuple("Lengths", "T S offset")
 # Pointers to numbers of each query, [B, T], and of each key, [B, S].
 RowArrays = namedtuple("RowArrays", "position start end q_segments kv_segments key_seen query_seen", defaults=(0,))  # fmt: skip
-# Pointers to what differs between heads: [B, H], [B, H, SEED_WORDS], bias and mask as in `over_scores`, the map as in `map_of`.
+# Pointers to what differs between heads: [B, H] or of forget gates [B, H, 2, S] as in `log_forget.sums`, [B, H, SEED_WORDS], bias and mask as in `over_scores`, the map as in `map_of`.
 HeadArrays = namedtuple("HeadArrays", "slopes seeds bias bias_run bias_rows mask mask_run mask_rows map")
 # Pointers to bounds of tiles, [B, tiles, 4] or of lists [rows, tiles, 8], and to the lists as in `TileLists`.
 TileArrays = namedtuple("TileArrays", "tiles row list pattern bits")
-# One head's slope, seed words and place in dropout's counter, [] each; and where its bias, its mask and its map begin.
-Head = namedtuple("Head", "slope seed0 seed1 ahead bias mask map")
-# The numbers of a tile's queries, [BQ, 1] each, and of its keys, [1, BK] each; where keys are the rows, [1, BQ] and [BK, 1].
+# One head's slope, or where its gates' sums begin, and both parts of the sum that all others are relative to; seed words and place in dropout's counter,
+# [] each; and where its bias, its mask and its map begin.
+Head = namedtuple("Head", "slope base base_rest seed0 seed1 ahead bias mask map")
+# The numbers of a tile's queries, [BQ, 1] each, and of its keys, [1, BK] each; where keys are the rows, [1, BQ] and [BK, 1]. `gates`: of `gates_of`.
 Queries = namedtuple("Queries", "i position start end segment")
-Keys = namedtuple("Keys", "j segment")
+Keys = namedtuple("Keys", "j segment gates")
 # Where one head's queries, cotangents, terms of the softmax and the numbers of its queries begin; and the same of its keys.
 QueryRows = namedtuple("QueryRows", "q do lse delta position start end segments seen")
 KeyRows = namedtuple("KeyRows", "k rope v segments seen")
@@ -87,7 +89,7 @@ def query_rows(rows, b, arrays, lengths, masking: tl.constexpr):  # rows [BQ]
 
 
 @triton.jit
-def key_columns(first, key_rows, S, BK: tl.constexpr, CHECK: tl.constexpr, SEGMENTS: tl.constexpr):
+def key_columns(first, key_rows, head, S, BK: tl.constexpr, CHECK: tl.constexpr, SEGMENTS: tl.constexpr, ALIBI: tl.constexpr):
     """The numbers of the keys from `first` on, as a row, and which of them are read `[BK]`. `CHECK`: keys that no query may see can hold anything, so they
     are not read."""
     columns = first + tl.arange(0, BK)  # [BK]
@@ -98,15 +100,43 @@ def key_columns(first, key_rows, S, BK: tl.constexpr, CHECK: tl.constexpr, SEGME
         ok = ok & (tl.load(key_rows.seen + columns, mask=ok, other=0) != 0)
     if SEGMENTS:
         segment = tl.load(key_rows.segments + columns, mask=columns < S, other=-1)[None, :]  # [1, BK]
-    return Keys(j, segment), ok
+    gates = j
+    if ALIBI == GATES:
+        gates = gates_of(head, j, S)  # [1, BK]
+    return Keys(j, segment, gates), ok
 
 
 @triton.jit
-def head_of(arrays, b, h, lengths, H: tl.constexpr, scoring: tl.constexpr, masking: tl.constexpr):
-    """Scalars and pointers of head `h` of batch row `b`."""
+def gates_of(head, position, S):
+    """Sums of forget gates up to the positions, in units of log2, relative to the program's own: those of near tokens lose no digits, and of far
+    ones no weight is left. Positions outside of the keys take the nearest one's."""
+    at = tl.minimum(tl.maximum(position, 0), S - 1)  # of the shape of position
+    return ((tl.load(head.slope + at) - head.base) + (tl.load(head.slope + S + at) - head.base_rest)) * LOG2E
+
+
+@triton.jit
+def place_of(first, b, arrays, lengths, masking: tl.constexpr, ALIBI: tl.constexpr):
+    """The position of the query in row `first`, where gates are read."""
+    position = first + lengths.offset
+    if ALIBI == GATES:
+        if masking.ROWS:
+            position = tl.load(arrays.position + b * lengths.T + first)
+    return position
+
+
+@triton.jit
+def head_of(arrays, b, h, place, lengths, H: tl.constexpr, scoring: tl.constexpr, masking: tl.constexpr):
+    """Scalars and pointers of head `h` of batch row `b`; its gates relative to the position `place`."""
     slope = 0.0  # [] each
-    if scoring.ALIBI:
+    base = 0.0
+    base_rest = 0.0
+    if scoring.ALIBI == SLOPES:
         slope = tl.load(arrays.slopes + b * H + h)
+    if scoring.ALIBI == GATES:
+        slope = arrays.slopes + (b * H + h) * 2 * lengths.S
+        at = tl.minimum(tl.maximum(place, 0), lengths.S - 1)
+        base = tl.load(slope + at)
+        base_rest = tl.load(slope + lengths.S + at)
     seed0 = tl.zeros([], tl.uint32)
     seed1 = tl.zeros([], tl.uint32)
     ahead = tl.zeros([], tl.uint32)
@@ -118,7 +148,7 @@ def head_of(arrays, b, h, lengths, H: tl.constexpr, scoring: tl.constexpr, maski
             ahead = tl.load(seeds + 2)
     bias = over_scores(arrays.bias, b, h, arrays.bias_run, arrays.bias_rows, lengths, H, scoring.BIAS)
     mask = over_scores(arrays.mask, b, h, arrays.mask_run, arrays.mask_rows, lengths, H, masking.MASK)
-    return Head(slope, seed0, seed1, ahead, bias, mask, map_of(arrays.map, b, h, lengths, H, masking))
+    return Head(slope, base, base_rest, seed0, seed1, ahead, bias, mask, map_of(arrays.map, b, h, lengths, H, masking))
 
 
 @triton.jit
@@ -182,7 +212,9 @@ def scores(qk, queries, keys, head, lengths, scoring: tl.constexpr):
         # Bias and ALiBi come after the soft cap, in natural units.
         if scoring.BIAS:
             s += bias_in_log2(load_over_scores(head.bias, queries.i, keys.j, lengths, scoring.BIAS))
-        if scoring.ALIBI:
+        if scoring.ALIBI == GATES:
+            s -= keys.gates
+        elif scoring.ALIBI:
             s += (head.slope * LOG2E) * (keys.j - queries.position).to(tl.float32)  # [BQ, BK]
     return s, t
 
@@ -192,7 +224,7 @@ def visible(queries, keys, bits, head, lengths, masking: tl.constexpr, BOUND: tl
     """Visibility of each entry of the tile; keys past the end are excluded only with `BOUND`, queries past the end never. `bits`: those of the
     tile's pattern, `[BQ, BK]`."""
     i, position, start, end, q_segment = queries
-    j, k_segment = keys
+    j, k_segment, _ = keys
     # The range: the row's own, or one that moves by one key per query.
     if masking.ROWS:
         seen = (j >= start) & (j < end)  # [BQ, BK]

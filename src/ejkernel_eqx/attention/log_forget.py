@@ -1,0 +1,73 @@
+"""Forget gates: their cumulative sums in two parts, for kernels that subtract sums of near tokens, and the gradient of the gates."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from .._shapes import is_symbolic
+from ..core.arguments import accumulator
+from .cotangents import sum_batch
+from .masks import tile_table
+from .spec import AttentionArrays, AttentionSpec
+
+_CHUNK = 64  # tokens whose sums are rounded to float32
+
+
+def of_tokens(arrays: AttentionArrays, spec: AttentionSpec) -> AttentionArrays:
+    """The arrays with 0 for the gates of keys that no query may see, which can be NaN."""
+    log_forget, lengths = arrays.log_forget, (arrays.q.shape[1], arrays.k.shape[1])
+    plain = arrays.rows is None and arrays.q_segments is None
+    if log_forget is None or (plain and not any(map(is_symbolic, lengths)) and spec.covers(*lengths)):
+        return arrays
+    seen = tile_table.seen(arrays, spec).keys[..., None] > 0
+    return arrays._replace(log_forget=jnp.where(seen, log_forget, 0))
+
+
+def sums(arrays: AttentionArrays) -> Array:
+    """`[B or 1, H, 2, S]`, float32 (float64 for float64): two parts of the sum of the gates up to each key, its own included.
+
+    Differences of the first parts are exact, those of the second parts are small: `(a - b) + (c - d)` loses nothing that a
+    difference of rounded sums would, however long the row.
+    """
+    assert arrays.log_forget is not None
+    x = arrays.log_forget.astype(accumulator(arrays.q.dtype)).swapaxes(1, 2)  # [B or 1, H, S]
+    length = x.shape[-1]
+    if is_symbolic(length):
+        return jnp.stack([jnp.cumsum(x, -1), jnp.zeros_like(x)], -2)
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, -length % _CHUNK)))
+    x = x.reshape(*x.shape[:2], -1, _CHUNK)
+    inside = jnp.cumsum(x, -1)
+    totals = inside[..., -1]
+    # Multiples of a power of two, of which float32 holds so many that their sums are exact.
+    most = 1 + jnp.abs(totals).sum(-1, keepdims=True)
+    unit = jnp.ldexp(jnp.ones_like(most), jnp.frexp(most)[1] - 22)
+    coarse = jnp.round(totals / unit) * unit
+    before, rest = (jnp.cumsum(part, -1) - part for part in (coarse, totals - coarse))
+    parts = [jnp.broadcast_to(before[..., None], inside.shape), inside + rest[..., None]]
+    return jnp.stack([part.reshape(*x.shape[:2], -1)[..., :length] for part in parts], -2)
+
+
+def at_positions(x: Array, position: Array) -> Array:
+    """`x [B or 1, H, n, S]` at the positions `[B or 1, 1, T]` of queries, of which those outside of the keys take the nearest."""
+    position = jnp.clip(position, 0, x.shape[-1] - 1)[:, :, None]
+    batch = max(x.shape[0], position.shape[0])
+    x, position = (jnp.broadcast_to(a, (batch, *a.shape[1:])) for a in (x, position))
+    return jnp.take_along_axis(x, position, axis=-1)
+
+
+def gradient(arrays: AttentionArrays, spec: AttentionSpec, by_query: Array, by_key: Array) -> Array:
+    """The gradient of the gates from sums of the scores' gradients over each query's keys `[B, H, T]` and each key's queries `[B, H, S]`: of a sum of
+    gates, which queries at its token add and its key subtracts, and so of every gate up to it."""
+    log_forget, aligned = arrays.log_forget, arrays.rows is None and spec.offset == 0
+    assert log_forget is not None
+    batch, heads, keys = by_key.shape
+    total = -by_key
+    if aligned and by_query.shape == by_key.shape:
+        total += by_query
+    else:
+        position = jnp.arange(by_query.shape[-1], dtype=jnp.int32)[None] + spec.offset
+        position = position if arrays.rows is None else arrays.rows.position
+        position = jnp.clip(jnp.broadcast_to(position, (batch, position.shape[-1])), 0, keys - 1)
+        total = jax.vmap(lambda x, at, more: x.at[:, at].add(more))(total, position, by_query)
+    behind = jax.lax.cumsum(total, axis=2, reverse=True)
+    return sum_batch(behind, log_forget).swapaxes(1, 2).astype(log_forget.dtype)
