@@ -82,8 +82,8 @@ def attend_with_weights(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[A
     if arrays.alibi_slopes is not None:
         scores = scores + arrays.alibi_slopes.astype(dtype)[..., None, None] * (j - i).astype(dtype)
     if arrays.log_forget is not None:
-        ends = jnp.cumsum(arrays.log_forget.astype(dtype), axis=1).swapaxes(1, 2)[:, :, None]  # [B or 1, H, 1, S]
-        scores = scores + jnp.swapaxes(at_positions(ends, i[..., 0]), 2, 3) - ends
+        ends = jnp.cumsum(arrays.log_forget.astype(dtype), axis=1).swapaxes(1, 2)  # [B or 1, H, S]
+        scores = scores + at_positions(ends, arrays, spec)[..., None] - ends[:, :, None]
 
     if spec.score_mod is not None:
         assert arrays.heads is not None

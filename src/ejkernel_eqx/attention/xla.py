@@ -159,11 +159,12 @@ class _Call:
         self.slopes, self.sinks = self.per_head(arrays.alibi_slopes), self.per_head(arrays.sinks)
         self.seeds: Any = None if arrays.seeds is None else self.per_head(arrays.seeds)[:, :, :, None, None]
         self.blocks = self.full(arrays.blocks)
-        self.key_sums: Any = None  # of forget gates, [B, K, G, 2, S]; and [B, K, G, 2, T] of the queries' positions
+        # Of forget gates, as in `log_forget.sums`: both parts [B, K, G, 2, S] of keys and [B, K, G, 2, T] of queries.
+        self.key_sums = self.query_sums = None
         if arrays.log_forget is not None:
-            self.key_sums = self.per_head(of_keys := log_forget.sums(arrays))
-            i = jnp.arange(self.t, dtype=jnp.int32)[None] + self.offset if arrays.rows is None else arrays.rows.position
-            self.query_sums = self.per_head(log_forget.at_positions(of_keys, i[:, None]))
+            sums = self.per_head(log_forget.sums(arrays, spec))
+            keys, queries = jnp.split(sums, [2 * self.s], -1)
+            self.key_sums, self.query_sums = (x.reshape(*x.shape[:3], 2, -1) for x in (keys, queries))
         # Only a hidden query or key can be NaN, and only a mask hides.
         conditions = [x is not None for x in (arrays.rows, arrays.mask, arrays.q_segments)]
         self.hides = spec.ranged or spec.listed or any(conditions)

@@ -48,7 +48,7 @@ def _score_gradient(p, dp, delta, t, seen, kept, scoring: tl.constexpr, MASKED: 
 
 
 @triton.jit
-def _load_query_tile(q_ptr, do_ptr, lse_ptr, delta_ptr, b, h, first, rows, inside, queries, head, lengths, sizes: tl.constexpr, ALIBI: tl.constexpr, BOUND: tl.constexpr):
+def _load_query_tile(q_ptr, do_ptr, lse_ptr, delta_ptr, b, h, first, rows, inside, head, lengths, sizes: tl.constexpr, ALIBI: tl.constexpr, BOUND: tl.constexpr):
     T = lengths.T
     width: tl.constexpr = sizes.D + sizes.R
     q_ptr = q_ptr + b * T * (sizes.H * width) + h * width
@@ -58,7 +58,7 @@ def _load_query_tile(q_ptr, do_ptr, lse_ptr, delta_ptr, b, h, first, rows, insid
     lse = tl.load(lse_ptr + (b * sizes.H + h) * T + rows, mask=inside, other=float("inf"))  # [BQ]
     delta = tl.load(delta_ptr + (b * sizes.H + h) * T + rows, mask=inside, other=0.0)  # [BQ]
     if ALIBI == tile.GATES:
-        lse -= tl.ravel(tile.gates_of(head, queries.position, lengths.S))
+        lse -= tile.gates_of(head.slope + 2 * lengths.S, rows, inside, T, head, False)
     return QueryTile(q, rope, do, lse, delta)
 
 
@@ -73,7 +73,7 @@ def _score_gradients(
     q, q_rope, do, lse, delta = query_tile
     BK: tl.constexpr = sizes.BK
     PRECISION: tl.constexpr = scoring.PRECISION
-    keys, ok = tile.key_columns(first, key_rows, head, S, BK, CHECK, MASKED and masking.SEGMENTS, scoring.ALIBI)
+    keys, ok = tile.key_columns(first, key_rows, head, S, BK, BOUND, CHECK, MASKED and masking.SEGMENTS, scoring.ALIBI)
     k = tile.load_rows(key_rows.k, first, sizes.K * sizes.D, ok, S, sizes.D, BK, sizes.BLOCK_D, BOUND, CHECK)  # [BK, BLOCK_D]
     if sizes.R == 0:
         v = tile.load_rows(key_rows.v, first, sizes.K * sizes.V, ok, S, sizes.V, BK, sizes.BLOCK_V, BOUND, CHECK)  # [BK, BLOCK_V]
@@ -164,11 +164,10 @@ def query_gradient_kernel(
     rows = first + tl.arange(0, BQ)  # [BQ]
     inside = rows < T  # [BQ]
     queries = tile.query_rows(rows, b, row_arrays, lengths, masking)
-    place = tile.place_of(first, b, row_arrays, lengths, masking, ALIBI)
-    head = tile.head_of(head_arrays, b, h, place, lengths, H, scoring, masking)
+    head = tile.head_of(head_arrays, b, h, 2 * S + first, T, lengths, H, scoring, masking)
 
     # Loaded once for all keys: the tile's queries, their cotangents and their softmax terms.
-    query_tile = _load_query_tile(q_ptr, do_ptr, lse_ptr, delta_ptr, b, h, first, rows, inside, queries, head, lengths, sizes, ALIBI, not EVEN_Q)
+    query_tile = _load_query_tile(q_ptr, do_ptr, lse_ptr, delta_ptr, b, h, first, rows, inside, head, lengths, sizes, ALIBI, not EVEN_Q)
     key_rows = tile.KeyRows(
         k_ptr + b * S * (K * D) + (h // (H // K)) * D, k_rope_ptr + b * S * R, v_ptr + b * S * (K * V) + (h // (H // K)) * V,
         kv_segments_ptr + b * S, key_seen_ptr + b * S)
@@ -243,7 +242,7 @@ def _key_gradient_tiles(
         lse = tl.load(query_rows.lse + rows, mask=inside, other=float("inf"))  # [BQ]
         delta = tl.load(query_rows.delta + rows, mask=inside, other=0.0)  # [BQ]
         if scoring.ALIBI == tile.GATES:
-            lse -= tl.ravel(tile.gates_of(head, position, lengths.S))
+            lse -= tile.gates_of(head.slope + 2 * lengths.S, rows, inside, T, head, False)
         # The weights again, from the scores.
         qk = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BK, BQ]
         if sizes.R > 0:
@@ -317,7 +316,6 @@ def key_gradient_kernel(
     k_segment = j
     if SEGMENTS:
         k_segment = tl.load(kv_segments_ptr + b * S + columns, mask=columns < S, other=-1)[:, None]  # [BK, 1]
-    keys = tile.Keys(j, k_segment, j)
     # Loaded once for all queries: the tile's keys, shared keys and values.
     k = tile.load_rows(k_ptr + b * S * (K * D) + kh * D, first, K * D, columns < S, S, D, BK, BLOCK_D, not EVEN_K, False)  # [BK, BLOCK_D]
     rope = k
@@ -344,11 +342,13 @@ def key_gradient_kernel(
     for h in range(begin, end):
         if R > 0:
             h = kh
-        head = tile.head_of(head_arrays, b, h, first, lengths, H, scoring, masking)
+        head = tile.head_of(head_arrays, b, h, first, S, lengths, H, scoring, masking)
+        gates = j
         dgates = 0.0
         if ALIBI == tile.GATES:
-            keys = tile.Keys(j, k_segment, tile.gates_of(head, j, S))
+            gates = tile.gates_of(head.slope, columns, columns < S, S, head, True)[:, None]  # [BK, 1]
             dgates = tl.zeros([BK], tl.float32)  # [BK]
+        keys = tile.Keys(j, k_segment, gates)
         query_rows = tile.QueryRows(
             q_ptr + b * T * (H * (D + R)) + h * (D + R), do_ptr + b * T * (H * V) + h * V, lse_ptr + (b * H + h) * T, delta_ptr + (b * H + h) * T,
             position_ptr + b * T, start_ptr + b * T, end_ptr + b * T, q_segments_ptr + b * T, query_seen_ptr + b * T)
@@ -412,14 +412,14 @@ def bias_gradient_kernel(
         batch = (reader // bias_run * bias_rows + bias_row) * bias_run + reader % bias_run
         b = (tl.zeros([], tl.int32) + batch).to(tl.int64)
         for h in range(head_lo, head_hi):
-            head = tile.head_of(head_arrays, b, h, n * BK, lengths, H, scoring, masking)
+            head = tile.head_of(head_arrays, b, h, n * BK, S, lengths, H, scoring, masking)
             key_rows = tile.KeyRows(
                 k_ptr + b * S * (K * D) + (h // (H // K)) * D, k_rope_ptr + b * S * R, v_ptr + b * S * (K * V) + (h // (H // K)) * V,
                 kv_segments_ptr + b * S, key_seen_ptr + b * S)
             for i in range(m, m_hi):
                 rows = i * BQ + tl.arange(0, BQ)  # [BQ]
                 queries = tile.query_rows(rows, b, row_arrays, lengths, masking)
-                query_tile = _load_query_tile(q_ptr, do_ptr, lse_ptr, delta_ptr, b, h, i * BQ, rows, rows < T, queries, head, lengths, sizes, ALIBI, True)
+                query_tile = _load_query_tile(q_ptr, do_ptr, lse_ptr, delta_ptr, b, h, i * BQ, rows, rows < T, head, lengths, sizes, ALIBI, True)
                 # The gradient of the scores after the soft cap, which the bias is added to.
                 for j in range(n, n_hi):
                     _, _, _, _, after, _ = _score_gradients(

@@ -254,12 +254,14 @@ def gradients(
     if arrays.bias is not None:
         # A bias of minus infinity also hides entries, though the kernels see no mask.
         dout = clean_cotangent(dout, empty)
+    launch, queries = launcher(arrays, spec, config, k_rope), arrays.q.shape[1]
+    shift = 0 if arrays.log_forget is None else launch.arrays["slopes"][..., -queries:]
     row_inputs = {
         "do": dout.astype(arrays.q.dtype),
-        "lse": jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E),
+        "lse": jnp.where(lse == -jnp.inf, jnp.inf, (lse - shift) * LOG2E),
         "delta": delta,
     }
-    launch = launcher(arrays, spec, config, k_rope).knowing(row_inputs)
+    launch = launch.knowing(row_inputs)
     dmore = dslopes = dgates = None
     if config.key_gradient.hopper_programs and arrays.k.shape[1] > 0:
         dq, dk, dv = backward_call.gradients(launch, arrays, spec, config.key_gradient, empty)
@@ -347,7 +349,7 @@ def launcher(
     is_float32, ragged = arrays.q.dtype == jnp.float32, _ragged(arrays)
     rate, rows = spec.dropout_rate, arrays.rows
     queries_seen, keys_seen = tile_table.seen(arrays, spec) if ragged else (None, None)
-    gates = None if arrays.log_forget is None else log_forget.sums(arrays)
+    gates = None if arrays.log_forget is None else log_forget.sums(arrays, spec)
     small = dict(
         slopes=arrays.alibi_slopes if gates is None else gates, sinks=arrays.sinks, q_segments=arrays.q_segments, kv_segments=arrays.kv_segments,
         start=rows and rows.start, end=rows and rows.end, position=rows and rows.position,

@@ -30,7 +30,7 @@ def _attend_tiles(
             n = entry
             entry = tl.load(tiles.list + at + 1).to(tl.int32)
         first = n * BK
-        keys, ok = tile.key_columns(first, key_rows, head, S, BK, CHECK, MASKED and masking.SEGMENTS, scoring.ALIBI)
+        keys, ok = tile.key_columns(first, key_rows, head, S, BK, BOUND, CHECK, MASKED and masking.SEGMENTS, scoring.ALIBI)
         # Products by the head's keys and by those that all heads share.
         k = tile.load_rows(key_rows.k, first, sizes.K * sizes.D, ok, S, sizes.D, BK, sizes.BLOCK_D, BOUND, CHECK)  # [BK, BLOCK_D]
         qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BQ, BK]
@@ -106,8 +106,7 @@ def forward_kernel(
 
     # What determines the visibility of these queries, and the terms of their scores besides q . k.
     queries = tile.query_rows(rows, b, row_arrays, lengths, masking)
-    place = tile.place_of(first, b, row_arrays, lengths, masking, ALIBI)
-    head = tile.head_of(head_arrays, b, h, place, lengths, H, scoring, masking)
+    head = tile.head_of(head_arrays, b, h, 2 * S + first, T, lengths, H, scoring, masking)
 
     q, q_rope = tile.load_queries(q_ptr + b * T * (H * (D + R)) + h * (D + R), first, inside, T, sizes, not EVEN_Q, False)
     key_rows = tile.KeyRows(
@@ -119,7 +118,7 @@ def forward_kernel(
         top = tl.zeros([BQ], tl.float32) + tl.load(sinks_ptr + b * H + h) * LOG2E  # [BQ]
         total = tl.full([BQ], 1.0, tl.float32)  # [BQ]
         if ALIBI == tile.GATES:  # scores lack the queries' sums of gates
-            top -= tl.ravel(tile.gates_of(head, queries.position, S))  # [BQ]
+            top -= tile.gates_of(head.slope + 2 * S, rows, inside, T, head, True)  # [BQ]
     else:
         top = tl.full([BQ], float("-inf"), tl.float32)  # [BQ]
         total = tl.zeros([BQ], tl.float32)  # [BQ]
@@ -135,7 +134,7 @@ def forward_kernel(
     some = total > 0  # [BQ]
     acc = acc * (1.0 / tl.where(some, total, 1.0))[:, None]  # [BQ, BLOCK_V]
     if ALIBI == tile.GATES:
-        top += tl.ravel(tile.gates_of(head, queries.position, S))
+        top += tile.gates_of(head.slope + 2 * S, rows, inside, T, head, True)  # [BQ]
     lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf"))  # [BQ]
     tile.store_rows(out_ptr + b * T * (H * V) + h * V, acc.to(out_ptr.dtype.element_ty), first, H * V, T, V, BQ, BLOCK_V)
     tl.store(lse_ptr + (b * H + h) * T + rows, lse, mask=inside)

@@ -34,7 +34,7 @@ Masking = namedtuple("Masking", "LEFT RIGHT ROWS SEGMENTS MASK LISTED BITS MAP_H
 Lengths = namedtuple("Lengths", "T S offset")
 # Pointers to numbers of each query, [B, T], and of each key, [B, S].
 RowArrays = namedtuple("RowArrays", "position start end q_segments kv_segments key_seen query_seen", defaults=(0,))  # fmt: skip
-# Pointers to what differs between heads: [B, H] or of forget gates [B, H, 2, S] as in `log_forget.sums`, [B, H, SEED_WORDS], bias and mask as in `over_scores`, the map as in `map_of`.
+# Pointers to what differs between heads: [B, H] or of forget gates [B, H, 2 S + 2 T] as in `log_forget.sums`, [B, H, SEED_WORDS], bias and mask as in `over_scores`, the map as in `map_of`.
 HeadArrays = namedtuple("HeadArrays", "slopes seeds bias bias_run bias_rows mask mask_run mask_rows map")
 # Pointers to bounds of tiles, [B, tiles, 4] or of lists [rows, tiles, 8], and to the lists as in `TileLists`.
 TileArrays = namedtuple("TileArrays", "tiles row list pattern bits")
@@ -89,7 +89,7 @@ def query_rows(rows, b, arrays, lengths, masking: tl.constexpr):  # rows [BQ]
 
 
 @triton.jit
-def key_columns(first, key_rows, head, S, BK: tl.constexpr, CHECK: tl.constexpr, SEGMENTS: tl.constexpr, ALIBI: tl.constexpr):
+def key_columns(first, key_rows, head, S, BK: tl.constexpr, BOUND: tl.constexpr, CHECK: tl.constexpr, SEGMENTS: tl.constexpr, ALIBI: tl.constexpr):
     """The numbers of the keys from `first` on, as a row, and which of them are read `[BK]`. `CHECK`: keys that no query may see can hold anything, so they
     are not read."""
     columns = first + tl.arange(0, BK)  # [BK]
@@ -102,41 +102,33 @@ def key_columns(first, key_rows, head, S, BK: tl.constexpr, CHECK: tl.constexpr,
         segment = tl.load(key_rows.segments + columns, mask=columns < S, other=-1)[None, :]  # [1, BK]
     gates = j
     if ALIBI == GATES:
-        gates = gates_of(head, j, S)  # [1, BK]
+        gates = gates_of(head.slope, columns, columns < S if BOUND else True, S, head, True)[None, :]  # [1, BK]
     return Keys(j, segment, gates), ok
 
 
 @triton.jit
-def gates_of(head, position, S):
-    """Sums of forget gates up to the positions, in units of log2, relative to the program's own: those of near tokens lose no digits, and of far
-    ones no weight is left. Positions outside of the keys take the nearest one's."""
-    at = tl.minimum(tl.maximum(position, 0), S - 1)  # of the shape of position
-    return ((tl.load(head.slope + at) - head.base) + (tl.load(head.slope + S + at) - head.base_rest)) * LOG2E
+def gates_of(sums, at, inside, length, head, REST: tl.constexpr):
+    """Sums of forget gates, in units of log2, relative to the program's own: those of near tokens lose no digits, and of far ones no weight is left. Without
+    `REST`, the second part of each is in its query's `lse` already."""
+    rest = 0.0 - head.base_rest  # of the shape of at, as all
+    if REST:
+        rest = tl.load(sums + length + at, mask=inside, other=0.0) - head.base_rest
+    return ((tl.load(sums + at, mask=inside, other=0.0) - head.base) + rest) * LOG2E
 
 
 @triton.jit
-def place_of(first, b, arrays, lengths, masking: tl.constexpr, ALIBI: tl.constexpr):
-    """The position of the query in row `first`, where gates are read."""
-    position = first + lengths.offset
-    if ALIBI == GATES:
-        if masking.ROWS:
-            position = tl.load(arrays.position + b * lengths.T + first)
-    return position
-
-
-@triton.jit
-def head_of(arrays, b, h, place, lengths, H: tl.constexpr, scoring: tl.constexpr, masking: tl.constexpr):
-    """Scalars and pointers of head `h` of batch row `b`; its gates relative to the position `place`."""
+def head_of(arrays, b, h, base_at, base_length, lengths, H: tl.constexpr, scoring: tl.constexpr, masking: tl.constexpr):
+    """Scalars and pointers of head `h` of batch row `b`. Its gates are relative to number `base_at` of their sums, whose second part is `base_length`
+    behind."""
     slope = 0.0  # [] each
     base = 0.0
     base_rest = 0.0
     if scoring.ALIBI == SLOPES:
         slope = tl.load(arrays.slopes + b * H + h)
     if scoring.ALIBI == GATES:
-        slope = arrays.slopes + (b * H + h) * 2 * lengths.S
-        at = tl.minimum(tl.maximum(place, 0), lengths.S - 1)
-        base = tl.load(slope + at)
-        base_rest = tl.load(slope + lengths.S + at)
+        slope = arrays.slopes + (b * H + h) * 2 * (lengths.S + lengths.T)
+        base = tl.load(slope + base_at)
+        base_rest = tl.load(slope + base_at + base_length)
     seed0 = tl.zeros([], tl.uint32)
     seed1 = tl.zeros([], tl.uint32)
     ahead = tl.zeros([], tl.uint32)
