@@ -10,7 +10,8 @@ from .cotangents import sum_batch
 from .masks import tile_table
 from .spec import AttentionArrays, AttentionSpec
 
-_CHUNK = 64  # tokens whose sums are rounded to float32
+CHUNK = 64
+"""Tokens whose sum is in the second part alone."""
 
 
 def of_tokens(arrays: AttentionArrays, spec: AttentionSpec) -> AttentionArrays:
@@ -23,27 +24,27 @@ def of_tokens(arrays: AttentionArrays, spec: AttentionSpec) -> AttentionArrays:
     return arrays._replace(log_forget=jnp.where(seen, log_forget, 0))
 
 
-def sums(arrays: AttentionArrays, spec: AttentionSpec) -> Array:
+def sums(arrays: AttentionArrays, spec: AttentionSpec, unit: float = 1.0) -> Array:
     """`[B or 1, H, 2 S + 2 T]`, float32 (float64 for float64): the sum of the gates up to each key, its own included, in two parts `[S]`, and the same
-    at each query's position, in two parts `[T]`.
+    at each query's position, in two parts `[T]`; times `unit`. The first parts of the keys of a chunk are equal.
 
     Differences of first parts are exact, those of second parts are small: `(a - b) + (c - d)` loses nothing that a difference of
     rounded sums would, however long the row.
     """
     assert arrays.log_forget is not None
-    x = arrays.log_forget.astype(accumulator(arrays.q.dtype)).swapaxes(1, 2)  # [B or 1, H, S]
+    x = unit * arrays.log_forget.astype(accumulator(arrays.q.dtype)).swapaxes(1, 2)  # [B or 1, H, S]
     length = x.shape[-1]
     if is_symbolic(length):
         parts = [jnp.cumsum(x, -1), jnp.zeros_like(x)]
     else:
-        x = jnp.pad(x, ((0, 0), (0, 0), (0, -length % _CHUNK)))
-        x = x.reshape(*x.shape[:2], -1, _CHUNK)
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, -length % CHUNK)))
+        x = x.reshape(*x.shape[:2], -1, CHUNK)
         inside = jnp.cumsum(x, -1)
         totals = inside[..., -1]
         # Multiples of a power of two, of which float32 holds so many that their sums are exact.
         most = 1 + jnp.abs(totals).sum(-1, keepdims=True)
-        unit = jnp.ldexp(jnp.ones_like(most), jnp.frexp(most)[1] - 22)
-        coarse = jnp.round(totals / unit) * unit
+        step = jnp.ldexp(jnp.ones_like(most), jnp.frexp(most)[1] - 22)
+        coarse = jnp.round(totals / step) * step
         before, rest = (jnp.cumsum(part, -1) - part for part in (coarse, totals - coarse))
         parts = [jnp.broadcast_to(before[..., None], inside.shape), inside + rest[..., None]]
         parts = [part.reshape(*x.shape[:2], -1)[..., :length] for part in parts]

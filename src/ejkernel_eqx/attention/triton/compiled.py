@@ -255,10 +255,11 @@ def gradients(
         # A bias of minus infinity also hides entries, though the kernels see no mask.
         dout = clean_cotangent(dout, empty)
     launch, queries = launcher(arrays, spec, config, k_rope), arrays.q.shape[1]
+    # Of gates, the second part of the sum at each query.
     shift = 0 if arrays.log_forget is None else launch.arrays["slopes"][..., -queries:]
     row_inputs = {
         "do": dout.astype(arrays.q.dtype),
-        "lse": jnp.where(lse == -jnp.inf, jnp.inf, (lse - shift) * LOG2E),
+        "lse": jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E - shift),
         "delta": delta,
     }
     launch = launch.knowing(row_inputs)
@@ -349,7 +350,7 @@ def launcher(
     is_float32, ragged = arrays.q.dtype == jnp.float32, _ragged(arrays)
     rate, rows = spec.dropout_rate, arrays.rows
     queries_seen, keys_seen = tile_table.seen(arrays, spec) if ragged else (None, None)
-    gates = None if arrays.log_forget is None else log_forget.sums(arrays, spec)
+    gates = None if arrays.log_forget is None else log_forget.sums(arrays, spec, LOG2E)
     small = dict(
         slopes=arrays.alibi_slopes if gates is None else gates, sinks=arrays.sinks, q_segments=arrays.q_segments, kv_segments=arrays.kv_segments,
         start=rows and rows.start, end=rows and rows.end, position=rows and rows.position,

@@ -34,7 +34,8 @@ Masking = namedtuple("Masking", "LEFT RIGHT ROWS SEGMENTS MASK LISTED BITS MAP_H
 Lengths = namedtuple("Lengths", "T S offset")
 # Pointers to numbers of each query, [B, T], and of each key, [B, S].
 RowArrays = namedtuple("RowArrays", "position start end q_segments kv_segments key_seen query_seen", defaults=(0,))  # fmt: skip
-# Pointers to what differs between heads: [B, H] or of forget gates [B, H, 2 S + 2 T] as in `log_forget.sums`, [B, H, SEED_WORDS], bias and mask as in `over_scores`, the map as in `map_of`.
+# Pointers to what differs between heads: [B, H] or of forget gates [B, H, 2 S + 2 T] as in `log_forget.sums` in units of log2,
+# [B, H, SEED_WORDS], bias and mask as in `over_scores`, the map as in `map_of`.
 HeadArrays = namedtuple("HeadArrays", "slopes seeds bias bias_run bias_rows mask mask_run mask_rows map")
 # Pointers to bounds of tiles, [B, tiles, 4] or of lists [rows, tiles, 8], and to the lists as in `TileLists`.
 TileArrays = namedtuple("TileArrays", "tiles row list pattern bits")
@@ -108,12 +109,12 @@ def key_columns(first, key_rows, head, S, BK: tl.constexpr, BOUND: tl.constexpr,
 
 @triton.jit
 def gates_of(sums, at, inside, length, head, REST: tl.constexpr):
-    """Sums of forget gates, in units of log2, relative to the program's own: those of near tokens lose no digits, and of far ones no weight is left. Without
-    `REST`, the second part of each is in its query's `lse` already."""
+    """Sums of forget gates relative to the program's own: those of near tokens lose no digits, and of far ones no weight is left. Without `REST`, the
+    second part of each is in its query's `lse` already."""
     rest = 0.0 - head.base_rest  # of the shape of at, as all
     if REST:
         rest = tl.load(sums + length + at, mask=inside, other=0.0) - head.base_rest
-    return ((tl.load(sums + at, mask=inside, other=0.0) - head.base) + rest) * LOG2E
+    return (tl.load(sums + at, mask=inside, other=0.0) - head.base) + rest
 
 
 @triton.jit
