@@ -15,7 +15,7 @@ from ejkernel_eqx.attention import log_forget
 from tests.attention.cases import Case, make, poison
 from tests.attention.dense import check, lse_of, normal, qkv, quick
 from tests.attention.inner import AttentionArrays, AttentionSpec, example_problem, visibility
-from tests.attention.kernels import assert_same, check_kernels, run_reference
+from tests.attention.kernels import check_kernels, run_reference
 from tests.attention.test_compose import assert_maps
 from tests.attention.test_sharding import compared, mesh_of, MESHES, on
 from tests.tolerances import assert_close
@@ -162,6 +162,17 @@ def test_meshes(kind, platform):
     compared(lambda a: module(**a), arrays, sharded, mesh)
 
 
+def test_forward_mode_by_the_plain_operation():
+    """Its output is that of the kernels, its derivative that along the gradient."""
+    a, x, step = qkv(t=9, s=9), gates(9, 4), normal(3, 9, 4)
+    plain = lambda x: ejx.Attention(causal=True)(**a, log_forget=x)[0]
+    flash = lambda x: ejx.FlashAttention(causal=True, platform="xla")(**a, log_forget=x)
+    out, tangent = jax.jvp(plain, (x,), (step,))
+    assert_close(out, flash(x))
+    (gradient,) = jax.vjp(flash, x)[1](out)
+    np.testing.assert_allclose(jnp.vdot(tangent, out), jnp.vdot(gradient, step), rtol=1e-4)
+
+
 @pytest.mark.slow
 def test_second_derivatives_on_xla():
     """A Hessian by gates against differences of gradients."""
@@ -177,7 +188,7 @@ def test_second_derivatives_on_xla():
 @pytest.mark.parametrize(
     ("options", "given", "message"),
     [
-        (dict(causal=False), {}, r"log_forget: expected FlashAttention\(causal=True\), received causal=False"),
+        (dict(causal=False), {}, r"log_forget: expected None without causal=True"),
         ({}, dict(log_forget=jnp.zeros((2, 6, 2))), r"log_forget: expected floats \(2, 6, 4\), .* received float32 \(2, 6, 2\)"),
         ({}, dict(alibi_slopes=jnp.ones(4)), r"log_forget: expected None with alibi_slopes"),
         ({}, dict(log_forget=jnp.full((2, 6, 4), 0.5)), r"log_forget: expected finite numbers up to 0, received up to 0.5"),
@@ -190,16 +201,12 @@ def test_errors(options, given, message):
         ejx.FlashAttention(**dict(causal=True) | options)(**arrays)
 
 
-@pytest.mark.parametrize("platform", ["cuda", "pallas"])
-def test_platforms_without_it_say_so(platform):
-    arrays = qkv(2, t=64, s=64, dtype=jnp.bfloat16) | {"log_forget": jnp.zeros((2, 64, 4))}
-    with pytest.raises(ejx.UnsupportedError, match="takes? no log_forget|not take log_forget|GPU|TPU"):
-        ejx.FlashAttention(causal=True, platform=platform)(**arrays)
-
-
-def test_hopper_leaves_it_to_triton():
+def test_which_kernels_take_it():
+    """Triton's own; the others name it."""
     pytest.importorskip("triton")
-    from tests.attention.tritons import compiled, tile_sizes
+    from ejkernel_eqx.attention.pallas import compiled as pallas
+    from tests.attention.inner import cudnn
+    from tests.attention.tritons import backward_tiles, compiled, tile_sizes
     from tests.compiled import DEVICES
 
     sizes = {"B": 4, "T": 4096, "H": 16, "D": 128}
@@ -208,6 +215,9 @@ def test_hopper_leaves_it_to_triton():
     config = compiled.default_config(problem, DEVICES["sm_90"])
     assert not config.forward.hopper_programs and not config.key_gradient.hopper_programs
     assert compiled.unsupported(problem, DEVICES["sm_90"]) is None
+    assert backward_tiles.problem_unfit(problem) == "takes no log_forget"
+    assert cudnn.unsupported(problem, DEVICES["sm_90"]) == "does not take log_forget"
+    assert pallas.unsupported(problem, DEVICES["sm_90"]) == "takes no log_forget"
 
 
 @pytest.mark.slow
@@ -226,7 +236,9 @@ def test_the_tuner_has_inputs_for_it(problem):
     """Gates of the call's shape, up to 0, in a problem built from words."""
     from tests.attention.inner import samples
 
-    arrays, _ = samples.make_inputs(example_problem("flash_attention", problem, "float32", {"log_forget": True}), 0)
+    arrays, _ = samples.make_inputs(
+        example_problem("flash_attention", problem, "float32", {"log_forget": True}), 0
+    )
     assert arrays.log_forget.shape == (problem.get("B", 1), problem.get("S", problem["T"]), problem["H"]) or (
         arrays.log_forget.shape[0] == 1
     )

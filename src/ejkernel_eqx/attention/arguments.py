@@ -161,6 +161,14 @@ def arranged(
     return arrays, spec
 
 
+def check_gates(log_forget: Any, causal: bool) -> None:
+    if log_forget is not None and not causal:
+        raise ValueError(
+            "log_forget: expected None without causal=True, received gates, which are between a key and a later query; build the operation with "
+            "causal=True."
+        )
+
+
 def _log_forget(scoring: ScoreInputs, lead: tuple[int, ...], keys: Any, heads: int) -> Array:
     given = scoring.log_forget
     array = jnp.asarray(given)

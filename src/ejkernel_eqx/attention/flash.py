@@ -11,10 +11,10 @@ from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Bool, Float, Int, Numbers
 from ..core.plans import plan_of
 from ..dispatch import PlatformLike
-from .arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
+from .arguments import check_gates, MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
 from .core import ATTEND
 from .masks.mask import Mask, Window
-from .signature import AttentionInputs as Inputs
+from .signature import FlashInputs as Inputs
 from .signature import K, Output, Q, V, WithLse
 
 
@@ -25,15 +25,15 @@ class FlashAttention(Kernel):
       + \sum_{l = j + 1}^{p_i} f_l, \qquad
     o_i = \sum_{j \in \mathcal{V}_i} \frac{e^{s_{ij}}}{\sum_{l \in \mathcal{V}_i} e^{s_{il}} + \sum_n e^{\mathrm{sink}_{hn}}}\, v_j$$
 
-    with $\mathrm{cap}(s) = c \tanh(s / c)$ if `logits_soft_cap` $= c$ is given (else $s$), ALiBi slope $m_h$, forget gates $e^{f_l}$
-    (Forgetting Transformer), and query position $p_i = \mathrm{offset} + i$. $\mathcal{V}_i$ are the keys visible to query $i$: the intersection of all
+    with $\mathrm{cap}(s) = c \tanh(s / c)$ if `logits_soft_cap` $= c$ is given (else $s$), ALiBi slope $m_h$, forget gates $e^{f_l}$,
+    and query position $p_i = \mathrm{offset} + i$. $\mathcal{V}_i$ are the keys visible to query $i$: the intersection of all
     masks. Query head $h$ reads key head $\lfloor h / (H / K) \rfloor$. The output of a query that sees no key is 0,
     with zero gradients.
 
     Platforms: cuDNN (`"cuda"`), Triton (`"triton"`, `"triton-interpret"`), Pallas on TPU (`"pallas"`, `"pallas-interpret"`), XLA (`"xla"`);
     `ejx.explain` shows which one is chosen for given shapes and why. Differentiable in reverse mode in `q, k, v, bias, alibi_slopes, sinks,
-    log_forget` and through `lse`. On XLA gradients have derivatives too, in both modes (`jax.hessian`). For forward mode (`jax.jvp`), and for second derivatives on
-    other platforms, use [`ejkernel_eqx.Attention`][].
+    log_forget` and through `lse`. On XLA gradients have derivatives too, in both modes (`jax.hessian`). For forward mode (`jax.jvp`), and for
+    second derivatives on other platforms, use [`ejkernel_eqx.Attention`][].
 
     Sources: Dao, *FlashAttention-2* (2023); Milakov & Gimelshein, *Online normalizer calculation for softmax* (2018); Lin et al., *Forgetting
     Transformer* (2025, arXiv:2503.02130).
@@ -154,10 +154,7 @@ class FlashAttention(Kernel):
             mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset, own
         )
         inference = self.inference if inference is None else inference
-        if log_forget is not None and not self.causal:
-            raise ValueError(
-                "log_forget: expected FlashAttention(causal=True), received causal=False; gates exist between a key and a later query only."
-            )
+        check_gates(log_forget, self.causal)
         scoring = ScoreInputs(bias, sinks, alibi_slopes, key, inference, return_lse, log_forget)
         call = resolve(q, k, v, self.options, masking, scoring)
         return ATTEND.attend(self.plan, self.operation, *call)

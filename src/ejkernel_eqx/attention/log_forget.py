@@ -10,8 +10,7 @@ from .cotangents import sum_batch
 from .masks import tile_table
 from .spec import AttentionArrays, AttentionSpec
 
-CHUNK = 64
-"""Tokens whose sum is in the second part alone."""
+_CHUNK = 64  # tokens whose sum is in the second part alone
 
 
 def of_tokens(arrays: AttentionArrays, spec: AttentionSpec) -> AttentionArrays:
@@ -25,8 +24,8 @@ def of_tokens(arrays: AttentionArrays, spec: AttentionSpec) -> AttentionArrays:
 
 
 def sums(arrays: AttentionArrays, spec: AttentionSpec, unit: float = 1.0) -> Array:
-    """`[B or 1, H, 2 S + 2 T]`, float32 (float64 for float64): the sum of the gates up to each key, its own included, in two parts `[S]`, and the same
-    at each query's position, in two parts `[T]`; times `unit`. The first parts of the keys of a chunk are equal.
+    """`[B or 1, H, 2 S + 2 T]`, float32 (float64 for float64): `unit` times the sum of the gates up to each key, its own included, in two parts
+    `[S]`, and the same at each query's position, in two parts `[T]`.
 
     Differences of first parts are exact, those of second parts are small: `(a - b) + (c - d)` loses nothing that a difference of
     rounded sums would, however long the row.
@@ -37,8 +36,8 @@ def sums(arrays: AttentionArrays, spec: AttentionSpec, unit: float = 1.0) -> Arr
     if is_symbolic(length):
         parts = [jnp.cumsum(x, -1), jnp.zeros_like(x)]
     else:
-        x = jnp.pad(x, ((0, 0), (0, 0), (0, -length % CHUNK)))
-        x = x.reshape(*x.shape[:2], -1, CHUNK)
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, -length % _CHUNK)))
+        x = x.reshape(*x.shape[:2], -1, _CHUNK)
         inside = jnp.cumsum(x, -1)
         totals = inside[..., -1]
         # Multiples of a power of two, of which float32 holds so many that their sums are exact.
@@ -56,8 +55,8 @@ def at_positions(x: Array, arrays: AttentionArrays, spec: AttentionSpec) -> Arra
     queries, keys = arrays.q.shape[1], x.shape[-1]
     if arrays.rows is None and spec.offset == 0 and queries == keys:
         return x
-    position = arrays.rows.position if arrays.rows is not None else jnp.arange(queries, dtype=jnp.int32)[None] + as_value(spec.offset)
-    position = jnp.clip(position, 0, keys - 1)[:, None]
+    position = jnp.arange(queries, dtype=jnp.int32)[None] + as_value(spec.offset)
+    position = jnp.clip(position if arrays.rows is None else arrays.rows.position, 0, keys - 1)[:, None]
     batch = max(x.shape[0], position.shape[0])
     x, position = (jnp.broadcast_to(a, (batch, *a.shape[1:])) for a in (x, position))
     return jnp.take_along_axis(x, position, axis=-1)

@@ -18,9 +18,10 @@ class AttentionSpec:
     """The static half of a call.
 
     The score of query `i` and key `j` is `s = scale * q_i . k_j`, then `cap * tanh(s / cap)`, then `+ bias`, then
-    `+ slope * (j - position_i)` or, of forgetting attention, `+ c[position_i] - c[j]` with `c` the cumulative sum of `log_forget`, then the mask. Without `AttentionArrays.rows`, `position_i = i + offset` and query `i`
-    sees `position_i - left <= j <= position_i + right` (`None`: unbounded). With `rows`, those arrays hold all
-    of that, `left` and `right` are `None`, and `offset` is 0.
+    `+ slope * (j - position_i)` or, of forgetting attention, `+ c[position_i] - c[j]` with `c` the cumulative sum of
+    `log_forget`, then the mask. Without `AttentionArrays.rows`, `position_i = i + offset` and query `i` sees
+    `position_i - left <= j <= position_i + right` (`None`: unbounded). With `rows`, those arrays hold all of that, `left`
+    and `right` are `None`, and `offset` is 0.
     """
 
     scale: float

@@ -464,7 +464,9 @@ def backward(
     dk, dv = (call.zeros((*heads[:2], 1, dim, call.s), (2,))[:, :, 0] for dim in (call.dim, call.value_dim))
     dslopes = None if slopes is None else call.zeros(heads)
     dbias = None if bias is None else bias.zeros()
-    dsums = None if call.key_sums is None else tuple(call.zeros((*heads, length)) for length in (call.t, call.s))
+    dsums = None
+    if call.key_sums is not None:
+        dsums = call.zeros((*heads, call.t)), call.zeros((*heads, call.s))
     dq, dk, dv, dbias, dslopes, dsums = call.scan(body, (dq, dk, dv, dbias, dslopes, dsums))
     if dsums is not None:
         dsums = [x.reshape(call.batch, call.heads, x.shape[-1]) for x in dsums]

@@ -45,8 +45,10 @@ def cut(grads: AttentionGrads, arrays: AttentionArrays) -> AttentionGrads:
     queries, keys, bias = arrays.q.shape[1], arrays.k.shape[1], grads.bias
     if bias is not None and arrays.bias is not None:
         bias = bias[:, :, : arrays.bias.shape[2], : arrays.bias.shape[3]]
-    gates = None if grads.log_forget is None else grads.log_forget[:, :keys]
-    return grads._replace(q=grads.q[:, :queries], k=grads.k[:, :keys], v=grads.v[:, :keys], bias=bias, log_forget=gates)
+    of_keys = {
+        name: x[:, :keys] for name in ("k", "v", "log_forget") if (x := getattr(grads, name)) is not None
+    }
+    return grads._replace(q=grads.q[:, :queries], bias=bias, **of_keys)
 
 
 def _to_tiles(x: Array, letters: str, tile: Any, fill: Any = 0) -> Array:

@@ -310,8 +310,9 @@ def _query_gradient(
 ) -> tuple[Array, Array | None]:
     """And the parts of the slopes' gradient `[B, H, tiles]` or, with gates, the sums of the scores' gradient over each query's keys `[B, H, T]`."""
     batch, queries, heads, _ = arrays.q.shape
-    count, has_slopes, has_gates = cdiv(queries, tile.block_q), arrays.alibi_slopes is not None, arrays.log_forget is not None
-    dslope = result(batch, heads, queries if has_gates else count) if has_slopes or has_gates else NOTHING
+    count = cdiv(queries, tile.block_q)
+    dslope = NOTHING if arrays.alibi_slopes is None else result(batch, heads, count)
+    dslope = dslope if arrays.log_forget is None else result(batch, heads, queries)
     tiles, numbers = _tiled(arrays, spec, tile)
     results = launch(
         backward_kernels.query_gradient_kernel,

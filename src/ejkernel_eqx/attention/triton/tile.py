@@ -90,7 +90,8 @@ def query_rows(rows, b, arrays, lengths, masking: tl.constexpr):  # rows [BQ]
 
 
 @triton.jit
-def key_columns(first, key_rows, head, S, BK: tl.constexpr, BOUND: tl.constexpr, CHECK: tl.constexpr, SEGMENTS: tl.constexpr, ALIBI: tl.constexpr):
+def key_columns(first, key_rows, head, S, BK: tl.constexpr, BOUND: tl.constexpr, CHECK: tl.constexpr, SEGMENTS: tl.constexpr,
+                ALIBI: tl.constexpr):  # fmt: skip
     """The numbers of the keys from `first` on, as a row, and which of them are read `[BK]`. `CHECK`: keys that no query may see can hold anything, so they
     are not read."""
     columns = first + tl.arange(0, BK)  # [BK]
@@ -103,7 +104,7 @@ def key_columns(first, key_rows, head, S, BK: tl.constexpr, BOUND: tl.constexpr,
         segment = tl.load(key_rows.segments + columns, mask=columns < S, other=-1)[None, :]  # [1, BK]
     gates = j
     if ALIBI == GATES:
-        gates = gates_of(head.slope, columns, columns < S if BOUND else True, S, head, True)[None, :]  # [1, BK]
+        gates = gates_of(head.slope, columns, columns < S if BOUND else True, S, head, True)[None, :]  # [1, BK]  # fmt: skip
     return Keys(j, segment, gates), ok
 
 
@@ -118,7 +119,8 @@ def gates_of(sums, at, inside, length, head, REST: tl.constexpr):
 
 
 @triton.jit
-def head_of(arrays, b, h, base_at, base_length, lengths, H: tl.constexpr, scoring: tl.constexpr, masking: tl.constexpr):
+def head_of(arrays, b, h, base_at, base_length, lengths, H: tl.constexpr, scoring: tl.constexpr,
+            masking: tl.constexpr):  # fmt: skip
     """Scalars and pointers of head `h` of batch row `b`. Its gates are relative to number `base_at` of their sums, whose second part is `base_length`
     behind."""
     slope = 0.0  # [] each
@@ -141,7 +143,8 @@ def head_of(arrays, b, h, base_at, base_length, lengths, H: tl.constexpr, scorin
             ahead = tl.load(seeds + 2)
     bias = over_scores(arrays.bias, b, h, arrays.bias_run, arrays.bias_rows, lengths, H, scoring.BIAS)
     mask = over_scores(arrays.mask, b, h, arrays.mask_run, arrays.mask_rows, lengths, H, masking.MASK)
-    return Head(slope, base, base_rest, seed0, seed1, ahead, bias, mask, map_of(arrays.map, b, h, lengths, H, masking))
+    place = map_of(arrays.map, b, h, lengths, H, masking)
+    return Head(slope, base, base_rest, seed0, seed1, ahead, bias, mask, place)
 
 
 @triton.jit
