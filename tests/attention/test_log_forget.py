@@ -67,7 +67,7 @@ def test_xla(name, monkeypatch):
     check_gated(CASES[name], lambda *args: run(*args, TILES[1]), monkeypatch)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", CASES)
 def test_triton(name, monkeypatch):
     pytest.importorskip("triton")
@@ -162,6 +162,7 @@ def test_meshes(kind, platform):
     compared(lambda a: module(**a), arrays, sharded, mesh)
 
 
+@pytest.mark.slow
 def test_forward_mode_by_the_plain_operation():
     """Its output is that of the kernels, its derivative that along the gradient."""
     a, x, step = qkv(t=9, s=9), gates(9, 4), normal(3, 9, 4)
