@@ -186,7 +186,8 @@ def _log_forget(scoring: ScoreInputs, lead: tuple[int, ...], keys: Any, heads: i
         "sequences begin by segment_ids."
     )
     # Of padding they may be NaN.
-    return checked(array, given, lambda x: (x > 0) | (x == -np.inf), say, lambda x: f"up to {np.nanmax(x)}")
+    show = lambda x: f"{np.nanmin(x)} to {np.nanmax(x)}"
+    return checked(array, given, lambda x: (x > 0) | (x == -np.inf), say, show)
 
 
 def _with_known_form(
