@@ -73,7 +73,8 @@ def test_triton(name, monkeypatch):
     pytest.importorskip("triton")
     from tests.attention.test_triton_interpret import run, TILES
 
-    check_gated(CASES[name], lambda *args: run(*args, TILES[1 + len(name) % 3]), monkeypatch)
+    tiles: Any = TILES[1 + len(name) % 3]
+    check_gated(CASES[name], lambda a, out, lse, spec: run(a, out, lse, spec, tiles), monkeypatch)
 
 
 def check_gated(case: Any, run: Any, monkeypatch: Any) -> None:
@@ -166,8 +167,8 @@ def test_meshes(kind, platform):
 def test_forward_mode_by_the_plain_operation():
     """Its output is that of the kernels, its derivative that along the gradient."""
     a, x, step = qkv(t=9, s=9), gates(9, 4), normal(3, 9, 4)
-    plain = lambda x: ejx.Attention(causal=True)(**a, log_forget=x)[0]
-    flash = lambda x: ejx.FlashAttention(causal=True, platform="xla")(**a, log_forget=x)
+    of: Any = (ejx.Attention(causal=True), ejx.FlashAttention(causal=True, platform="xla"))
+    plain, flash = (lambda x: of[0](**a, log_forget=x)[0]), (lambda x: of[1](**a, log_forget=x))
     out, tangent = jax.jvp(plain, (x,), (step,))
     assert_close(out, flash(x))
     (gradient,) = jax.vjp(flash, x)[1](out)
@@ -178,7 +179,7 @@ def test_forward_mode_by_the_plain_operation():
 def test_second_derivatives_on_xla():
     """A Hessian by gates against differences of gradients."""
     a, x = qkv(t=5, s=5, heads=1, kv_heads=1, d=4, v=4), gates(5, 1)
-    module = ejx.FlashAttention(causal=True, platform="xla")
+    module: Any = ejx.FlashAttention(causal=True, platform="xla")
     grad = jax.grad(lambda x: jnp.sum(jnp.sin(3 * module(**a, log_forget=x))))
     step = normal(3, 5, 1)
     found = jnp.einsum("ahbk,bk->ah", jax.jit(jax.jacfwd(grad))(x), step)

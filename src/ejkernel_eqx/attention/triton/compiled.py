@@ -270,8 +270,9 @@ def gradients(
         dk, dmore, dv = _key_gradient(launch, arrays, spec, config.key_gradient)
         dq, dslopes = _query_gradient(launch, arrays, spec, config.query_gradient)
     if arrays.log_forget is not None:
+        assert dslopes is not None and dmore is not None
         dslopes, dgates = None, log_forget.gradient(arrays, spec, dslopes, dmore)
-    elif dslopes is not None:
+    elif dslopes is not None and arrays.alibi_slopes is not None:
         dslopes = sum_batch(dslopes.sum(-1), arrays.alibi_slopes)
     dbias, bias = None, arrays.bias
     if bias is not None:
