@@ -162,9 +162,9 @@ class _Call:
         # Of forget gates, as in `log_forget.sums`: both parts [B, K, G, 2, S] of keys and [B, K, G, 2, T] of queries.
         self.key_sums = self.query_sums = None
         if arrays.log_forget is not None:
-            sums = self.per_head(log_forget.sums(arrays, spec))
-            keys, queries = jnp.split(sums, [2 * self.s], -1)
-            self.key_sums, self.query_sums = (x.reshape(*x.shape[:3], 2, -1) for x in (keys, queries))
+            parts = log_forget.sums(arrays)
+            at_queries = [log_forget.at_positions(x, arrays, spec) for x in parts]
+            self.key_sums, self.query_sums = (self.per_head(jnp.stack(x, -2)) for x in (parts, at_queries))
         # Only a hidden query or key can be NaN, and only a mask hides.
         conditions = [x is not None for x in (arrays.rows, arrays.mask, arrays.q_segments)]
         self.hides = spec.ranged or spec.listed or any(conditions)

@@ -10,8 +10,9 @@ import triton.language as tl
 
 from . import tile
 
-# A tile of queries, both parts, with cotangents and terms of the softmax: [BQ, BLOCK_D], [BQ, BLOCK_R], [BQ, BLOCK_V], [BQ], [BQ].
-QueryTile = namedtuple("QueryTile", "q rope do lse delta")
+# A tile of queries, both parts, with cotangents and terms of the softmax: [BQ, BLOCK_D], [BQ, BLOCK_R], [BQ, BLOCK_V], [BQ], [BQ]; and their
+# coarse sum of gates, [].
+QueryTile = namedtuple("QueryTile", "q rope do lse delta coarse")
 
 
 # fmt: off
@@ -48,8 +49,7 @@ def _score_gradient(p, dp, delta, t, seen, kept, scoring: tl.constexpr, MASKED: 
 
 
 @triton.jit
-def _load_query_tile(q_ptr, do_ptr, lse_ptr, delta_ptr, b, h, first, rows, inside, head, lengths, sizes: tl.constexpr, ALIBI: tl.constexpr, BOUND: tl.constexpr):
-    T = lengths.T
+def _load_query_tile(q_ptr, do_ptr, lse_ptr, delta_ptr, b, h, first, rows, inside, head, T, sizes: tl.constexpr, ALIBI: tl.constexpr, BOUND: tl.constexpr):
     width: tl.constexpr = sizes.D + sizes.R
     q_ptr = q_ptr + b * T * (sizes.H * width) + h * width
     q, rope = tile.load_queries(q_ptr, first, inside, T, sizes, BOUND, False)  # [BQ, BLOCK_D], [BQ, BLOCK_R]
@@ -57,9 +57,10 @@ def _load_query_tile(q_ptr, do_ptr, lse_ptr, delta_ptr, b, h, first, rows, insid
     do = tile.load_rows(do_ptr, first, sizes.H * sizes.V, inside, T, sizes.V, sizes.BQ, sizes.BLOCK_V, BOUND, False)  # [BQ, BLOCK_V]
     lse = tl.load(lse_ptr + (b * sizes.H + h) * T + rows, mask=inside, other=float("inf"))  # [BQ]
     delta = tl.load(delta_ptr + (b * sizes.H + h) * T + rows, mask=inside, other=0.0)  # [BQ]
+    coarse = 0.0
     if ALIBI == tile.GATES:
-        lse -= tile.gates_of(head.slope + 2 * lengths.S, rows, inside, T, head, False)
-    return QueryTile(q, rope, do, lse, delta)
+        coarse = tile.coarse_of(head.gates, T, first)
+    return QueryTile(q, rope, do, lse, delta, coarse)
 
 
 @triton.jit
@@ -70,7 +71,7 @@ def _score_gradients(
     """A tile of keys from `first` on, in two parts as queries, with their numbers; and for a tile of queries both gradients of `_score_gradient`, and
     which entries are visible."""
     S = lengths.S
-    q, q_rope, do, lse, delta = query_tile
+    q, q_rope, do, lse, delta, coarse = query_tile
     BK: tl.constexpr = sizes.BK
     PRECISION: tl.constexpr = scoring.PRECISION
     keys, ok = tile.key_columns(first, key_rows, head, S, BK, BOUND, CHECK, MASKED and masking.SEGMENTS, scoring.ALIBI)
@@ -86,6 +87,8 @@ def _score_gradients(
         # In this order fewer registers are spilled.
         v = tile.load_rows(key_rows.v, first, sizes.K * sizes.V, ok, S, sizes.V, BK, sizes.BLOCK_V, BOUND, CHECK)  # [BK, BLOCK_V]
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [BQ, BK]
+    if scoring.ALIBI == tile.GATES:
+        lse -= coarse - keys.coarse
     bits = True
     if MASKED and masking.BITS:
         bits = tile.load_bits(bits_ptr, tl.load(patterns_ptr + at), sizes.BQ, BK, masking.BITS)  # [BQ, BK]
@@ -164,10 +167,10 @@ def query_gradient_kernel(
     rows = first + tl.arange(0, BQ)  # [BQ]
     inside = rows < T  # [BQ]
     queries = tile.query_rows(rows, b, row_arrays, lengths, masking)
-    head = tile.head_of(head_arrays, b, h, 2 * S + first, T, lengths, H, scoring, masking)
+    head = tile.head_of(head_arrays, b, h, lengths, H, scoring, masking)
 
     # Loaded once for all keys: the tile's queries, their cotangents and their softmax terms.
-    query_tile = _load_query_tile(q_ptr, do_ptr, lse_ptr, delta_ptr, b, h, first, rows, inside, head, lengths, sizes, ALIBI, not EVEN_Q)
+    query_tile = _load_query_tile(q_ptr, do_ptr, lse_ptr, delta_ptr, b, h, first, rows, inside, head, T, sizes, ALIBI, not EVEN_Q)
     key_rows = tile.KeyRows(
         k_ptr + b * S * (K * D) + (h // (H // K)) * D, k_rope_ptr + b * S * R, v_ptr + b * S * (K * V) + (h // (H // K)) * V,
         kv_segments_ptr + b * S, key_seen_ptr + b * S)
@@ -241,8 +244,9 @@ def _key_gradient_tiles(
         do = tile.load_rows(query_rows.do, first, sizes.H * sizes.V, ok, T, sizes.V, BQ, sizes.BLOCK_V, not sizes.EVEN_Q, CHECK)  # [BQ, BLOCK_V]
         lse = tl.load(query_rows.lse + rows, mask=inside, other=float("inf"))  # [BQ]
         delta = tl.load(query_rows.delta + rows, mask=inside, other=0.0)  # [BQ]
+        of_keys = keys
         if scoring.ALIBI == tile.GATES:
-            lse -= tile.gates_of(head.slope + 2 * lengths.S, rows, inside, T, head, False)
+            of_keys = tile.Keys(keys.j, keys.segment, keys.gates - (tile.coarse_of(head.gates, T, first) - keys.coarse), 0.0)
         # The weights again, from the scores.
         qk = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BK, BQ]
         if sizes.R > 0:
@@ -253,7 +257,7 @@ def _key_gradient_tiles(
             bits = tile.load_bits(
                 tiles.bits, tl.load(spans.patterns + at), sizes.BK, BQ, masking.BITS
             )  # [BK, BQ]
-        p, t, seen = _weights(qk, lse[None, :], queries, keys, bits, head, lengths, scoring, masking, MASKED, False)  # [BK, BQ]
+        p, t, seen = _weights(qk, lse[None, :], queries, of_keys, bits, head, lengths, scoring, masking, MASKED, False)  # [BK, BQ]
         # Dropout hides weights in dv, and their gradients in dk.
         kept = True
         dropped = p
@@ -342,13 +346,15 @@ def key_gradient_kernel(
     for h in range(begin, end):
         if R > 0:
             h = kh
-        head = tile.head_of(head_arrays, b, h, first, S, lengths, H, scoring, masking)
+        head = tile.head_of(head_arrays, b, h, lengths, H, scoring, masking)
         gates = j
+        coarse = 0.0
         dgates = 0.0
         if ALIBI == tile.GATES:
-            gates = tile.gates_of(head.slope, columns, columns < S, S, head, True)[:, None]  # [BK, 1]
+            gates = tl.load(head.slope + columns, mask=columns < S, other=0.0)[:, None]  # [BK, 1]
+            coarse = tile.coarse_of(head.slope, S, first)
             dgates = tl.zeros([BK], tl.float32)  # [BK]
-        keys = tile.Keys(j, k_segment, gates)
+        keys = tile.Keys(j, k_segment, gates, coarse)
         query_rows = tile.QueryRows(
             q_ptr + b * T * (H * (D + R)) + h * (D + R), do_ptr + b * T * (H * V) + h * V, lse_ptr + (b * H + h) * T, delta_ptr + (b * H + h) * T,
             position_ptr + b * T, start_ptr + b * T, end_ptr + b * T, q_segments_ptr + b * T, query_seen_ptr + b * T)
@@ -412,14 +418,14 @@ def bias_gradient_kernel(
         batch = (reader // bias_run * bias_rows + bias_row) * bias_run + reader % bias_run
         b = (tl.zeros([], tl.int32) + batch).to(tl.int64)
         for h in range(head_lo, head_hi):
-            head = tile.head_of(head_arrays, b, h, n * BK, S, lengths, H, scoring, masking)
+            head = tile.head_of(head_arrays, b, h, lengths, H, scoring, masking)
             key_rows = tile.KeyRows(
                 k_ptr + b * S * (K * D) + (h // (H // K)) * D, k_rope_ptr + b * S * R, v_ptr + b * S * (K * V) + (h // (H // K)) * V,
                 kv_segments_ptr + b * S, key_seen_ptr + b * S)
             for i in range(m, m_hi):
                 rows = i * BQ + tl.arange(0, BQ)  # [BQ]
                 queries = tile.query_rows(rows, b, row_arrays, lengths, masking)
-                query_tile = _load_query_tile(q_ptr, do_ptr, lse_ptr, delta_ptr, b, h, i * BQ, rows, rows < T, head, lengths, sizes, ALIBI, True)
+                query_tile = _load_query_tile(q_ptr, do_ptr, lse_ptr, delta_ptr, b, h, i * BQ, rows, rows < T, head, T, sizes, ALIBI, True)
                 # The gradient of the scores after the soft cap, which the bias is added to.
                 for j in range(n, n_hi):
                     _, _, _, _, after, _ = _score_gradients(

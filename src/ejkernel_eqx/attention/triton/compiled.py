@@ -126,6 +126,8 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
             if reason is not None:
                 return f"{kernel} with hopper_programs={tile.hopper_programs} {reason}"
         needed, sizes = _needed_memory(kernel, problem, tile), f"{tile.block_q}x{tile.block_k}"
+        if problem.flag("log_forget") and max(tile.block_q, tile.block_k) > log_forget.CHUNK:
+            return f"{kernel} takes tiles of up to {log_forget.CHUNK} queries and keys with log_forget, not {sizes}"
         reason = too_large(kernel, sizes, tile.num_stages, needed, device)
         if reason is not None and tile != _SMALLEST:
             return reason
@@ -254,9 +256,10 @@ def gradients(
     if arrays.bias is not None:
         # A bias of minus infinity also hides entries, though the kernels see no mask.
         dout = clean_cotangent(dout, empty)
-    launch, queries = launcher(arrays, spec, config, k_rope), arrays.q.shape[1]
-    # Of gates, the second part of the sum at each query.
-    shift = 0 if arrays.log_forget is None else launch.arrays["slopes"][..., -queries:]
+    launch, queries, shift = launcher(arrays, spec, config, k_rope), arrays.q.shape[1], 0
+    if arrays.log_forget is not None:  # the rest of the sum of gates at each query
+        begin = arrays.k.shape[1] + cdiv(arrays.k.shape[1], log_forget.CHUNK)
+        shift = launch.arrays["slopes"][..., begin : begin + queries]
     row_inputs = {
         "do": dout.astype(arrays.q.dtype),
         "lse": jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E - shift),
@@ -352,7 +355,7 @@ def launcher(
     is_float32, ragged = arrays.q.dtype == jnp.float32, _ragged(arrays)
     rate, rows = spec.dropout_rate, arrays.rows
     queries_seen, keys_seen = tile_table.seen(arrays, spec) if ragged else (None, None)
-    gates = None if arrays.log_forget is None else log_forget.sums(arrays, spec, LOG2E)
+    gates = None if arrays.log_forget is None else log_forget.for_tiles(arrays, spec, LOG2E)
     small = dict(
         slopes=arrays.alibi_slopes if gates is None else gates, sinks=arrays.sinks, q_segments=arrays.q_segments, kv_segments=arrays.kv_segments,
         start=rows and rows.start, end=rows and rows.end, position=rows and rows.position,

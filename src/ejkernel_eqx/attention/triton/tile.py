@@ -12,13 +12,14 @@ import triton
 import triton.language as tl
 
 from ...launch.constants import LOG2E, MOST_NATURAL
-from .. import philox
+from .. import log_forget, philox
 
 # Bits of BIAS and MASK besides 1 (present): which of the batch, head, query and key axes are not broadcast, and whether batch rows share rows.
 OVER_BATCH, OVER_HEADS, OVER_QUERIES, OVER_KEYS, SHARED = (tl.constexpr(2 << axis) for axis in range(5))
 
 PHILOX_ROUNDS = tl.constexpr(philox.ROUNDS)
 SLOPES, GATES = tl.constexpr(1), tl.constexpr(2)  # of ALIBI: what the pointer `slopes` holds
+CHUNK = tl.constexpr(log_forget.CHUNK)
 LARGE_CAP = tl.constexpr(100.0)  # a cap from which on absolute errors of its tanh would be seen
 PHILOX_M0, PHILOX_M1 = (tl.constexpr(word) for word in philox.MULTIPLIERS)
 PHILOX_W0, PHILOX_W1 = (tl.constexpr(word) for word in philox.WEYL)
@@ -34,17 +35,18 @@ Masking = namedtuple("Masking", "LEFT RIGHT ROWS SEGMENTS MASK LISTED BITS MAP_H
 Lengths = namedtuple("Lengths", "T S offset")
 # Pointers to numbers of each query, [B, T], and of each key, [B, S].
 RowArrays = namedtuple("RowArrays", "position start end q_segments kv_segments key_seen query_seen", defaults=(0,))  # fmt: skip
-# Pointers to what differs between heads: [B, H] or of forget gates [B, H, 2 S + 2 T] as in `log_forget.sums` in units of log2,
+# Pointers to what differs between heads: [B, H] or of forget gates [B, H, n] as in `log_forget.for_tiles` in units of log2,
 # [B, H, SEED_WORDS], bias and mask as in `over_scores`, the map as in `map_of`.
 HeadArrays = namedtuple("HeadArrays", "slopes seeds bias bias_run bias_rows mask mask_run mask_rows map")
 # Pointers to bounds of tiles, [B, tiles, 4] or of lists [rows, tiles, 8], and to the lists as in `TileLists`.
 TileArrays = namedtuple("TileArrays", "tiles row list pattern bits")
-# One head's slope, or where its gates' sums begin, and both parts of the sum that all others are relative to; seed words and place in dropout's counter,
-# [] each; and where its bias, its mask and its map begin.
-Head = namedtuple("Head", "slope base base_rest seed0 seed1 ahead bias mask map")
-# The numbers of a tile's queries, [BQ, 1] each, and of its keys, [1, BK] each; where keys are the rows, [1, BQ] and [BK, 1]. `gates`: of `gates_of`.
+# One head's slope, [], or where its gates' sums of keys begin, and of queries; seed words and place in dropout's counter, [] each; and where its bias, its
+# mask and its map begin.
+Head = namedtuple("Head", "slope gates seed0 seed1 ahead bias mask map")
+# The numbers of a tile's queries, [BQ, 1] each, and of its keys, [1, BK] each; where keys are the rows, [1, BQ] and [BK, 1]. `gates`: what is
+# left of their sums beside `coarse`, [].
 Queries = namedtuple("Queries", "i position start end segment")
-Keys = namedtuple("Keys", "j segment gates")
+Keys = namedtuple("Keys", "j segment gates coarse")
 # Where one head's queries, cotangents, terms of the softmax and the numbers of its queries begin; and the same of its keys.
 QueryRows = namedtuple("QueryRows", "q do lse delta position start end segments seen")
 KeyRows = namedtuple("KeyRows", "k rope v segments seen")
@@ -103,35 +105,32 @@ def key_columns(first, key_rows, head, S, BK: tl.constexpr, BOUND: tl.constexpr,
     if SEGMENTS:
         segment = tl.load(key_rows.segments + columns, mask=columns < S, other=-1)[None, :]  # [1, BK]
     gates = j
+    coarse = 0.0
     if ALIBI == GATES:
-        gates = gates_of(head.slope, columns, columns < S if BOUND else True, S, head, True)[None, :]  # [1, BK]  # fmt: skip
-    return Keys(j, segment, gates), ok
+        within = columns < S if BOUND else columns >= 0  # [BK]
+        gates = tl.load(head.slope + columns, mask=within, other=0.0)[None, :]  # [1, BK]
+        coarse = coarse_of(head.slope, S, first)
+    return Keys(j, segment, gates, coarse), ok
 
 
 @triton.jit
-def gates_of(sums, at, inside, length, head, REST: tl.constexpr):
-    """Sums of forget gates relative to the program's own: those of near tokens lose no digits, and of far ones no weight is left. Without `REST`, the
-    second part of each is in its query's `lse` already."""
-    rest = 0.0 - head.base_rest  # of the shape of at, as all
-    if REST:
-        rest = tl.load(sums + length + at, mask=inside, other=0.0) - head.base_rest
-    return (tl.load(sums + at, mask=inside, other=0.0) - head.base) + rest
+def coarse_of(sums, length, first):
+    """The coarse sum of gates of the tile from `first` on, behind the rests of `length` tokens."""
+    return tl.load(sums + length + first // CHUNK)
 
 
 @triton.jit
-def head_of(arrays, b, h, base_at, base_length, lengths, H: tl.constexpr, scoring: tl.constexpr,
-            masking: tl.constexpr):  # fmt: skip
-    """Scalars and pointers of head `h` of batch row `b`. Its gates are relative to number `base_at` of their sums, whose second part is `base_length`
-    behind."""
+def head_of(arrays, b, h, lengths, H: tl.constexpr, scoring: tl.constexpr, masking: tl.constexpr):
+    """Scalars and pointers of head `h` of batch row `b`."""
     slope = 0.0  # [] each
-    base = 0.0
-    base_rest = 0.0
+    gates = arrays.slopes
     if scoring.ALIBI == SLOPES:
         slope = tl.load(arrays.slopes + b * H + h)
     if scoring.ALIBI == GATES:
-        slope = arrays.slopes + (b * H + h) * 2 * (lengths.S + lengths.T)
-        base = tl.load(slope + base_at)
-        base_rest = tl.load(slope + base_at + base_length)
+        keys = lengths.S + tl.cdiv(lengths.S, CHUNK)
+        queries = lengths.T + tl.cdiv(lengths.T, CHUNK)
+        slope = arrays.slopes + (b * H + h) * (tl.cdiv(keys + queries, 16) * 16)
+        gates = slope + keys
     seed0 = tl.zeros([], tl.uint32)
     seed1 = tl.zeros([], tl.uint32)
     ahead = tl.zeros([], tl.uint32)
@@ -144,7 +143,7 @@ def head_of(arrays, b, h, base_at, base_length, lengths, H: tl.constexpr, scorin
     bias = over_scores(arrays.bias, b, h, arrays.bias_run, arrays.bias_rows, lengths, H, scoring.BIAS)
     mask = over_scores(arrays.mask, b, h, arrays.mask_run, arrays.mask_rows, lengths, H, masking.MASK)
     place = map_of(arrays.map, b, h, lengths, H, masking)
-    return Head(slope, base, base_rest, seed0, seed1, ahead, bias, mask, place)
+    return Head(slope, gates, seed0, seed1, ahead, bias, mask, place)
 
 
 @triton.jit
@@ -220,7 +219,7 @@ def visible(queries, keys, bits, head, lengths, masking: tl.constexpr, BOUND: tl
     """Visibility of each entry of the tile; keys past the end are excluded only with `BOUND`, queries past the end never. `bits`: those of the
     tile's pattern, `[BQ, BK]`."""
     i, position, start, end, q_segment = queries
-    j, k_segment, _ = keys
+    j, k_segment, _, _ = keys
     # The range: the row's own, or one that moves by one key per query.
     if masking.ROWS:
         seen = (j >= start) & (j < end)  # [BQ, BK]
