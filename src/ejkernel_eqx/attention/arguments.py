@@ -112,6 +112,11 @@ def resolve(
 ) -> tuple[AttentionArrays, AttentionSpec]:
     """The resolved call. All masks are intersected."""
     qkv, keys = check_qkv(q, k, v), k.shape[-3]
+    if scoring.log_forget is not None and not masking.own.is_causal:
+        raise ValueError(
+            "log_forget: expected None without causal=True, received gates, which are between a key and a later query; build the operation with "
+            "causal=True."
+        )
     return arranged(qkv, options, scoring, visible(masking, q.shape, keys), keys)
 
 
@@ -159,14 +164,6 @@ def arranged(
     if scoring.log_forget is not None and keys > 0:
         arrays = of_tokens(arrays._replace(log_forget=_log_forget(scoring, lead, keys, heads)), spec)
     return arrays, spec
-
-
-def check_gates(log_forget: Any, causal: bool) -> None:
-    if log_forget is not None and not causal:
-        raise ValueError(
-            "log_forget: expected None without causal=True, received gates, which are between a key and a later query; build the operation with "
-            "causal=True."
-        )
 
 
 def _log_forget(scoring: ScoreInputs, lead: tuple[int, ...], keys: Any, heads: int) -> Array:

@@ -11,7 +11,7 @@ from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Bool, Float, Int, Numbers
 from ..core.plans import plan_of
 from ..dispatch import PlatformLike
-from .arguments import check_gates, MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
+from .arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
 from .core import ATTEND
 from .masks.mask import Mask, Window
 from .signature import FlashInputs as Inputs
@@ -154,7 +154,6 @@ class FlashAttention(Kernel):
             mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset, own
         )
         inference = self.inference if inference is None else inference
-        check_gates(log_forget, self.causal)
         scoring = ScoreInputs(bias, sinks, alibi_slopes, key, inference, return_lse, log_forget)
         call = resolve(q, k, v, self.options, masking, scoring)
         return ATTEND.attend(self.plan, self.operation, *call)

@@ -14,7 +14,7 @@ from ..core import Named
 from ..dispatch import PlatformLike
 from ..dispatch.labels import kernel_scope
 from ..parallel import mapped
-from .arguments import check_gates, MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
+from .arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
 from .core import arrays_of, ATTEND, axes_of, problem_of
 from .masks.mask import Mask, Window
 from .reference import attend_with_weights
@@ -88,7 +88,6 @@ class Attention(Kernel):
             mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset, own
         )
         inference = self.inference if inference is None else inference
-        check_gates(log_forget, self.causal)
         scoring = ScoreInputs(bias, sinks, alibi_slopes, key, inference, log_forget=log_forget)
         arrays, spec = resolve(q, k, v, self.options, masking, scoring)
         with kernel_scope(self.plan.select(problem_of(self.operation, arrays, spec))):
