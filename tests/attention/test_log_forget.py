@@ -30,11 +30,16 @@ class Gated(Case):
     """With gates of every batch row, or of one that all share."""
 
     gates: str = "BSH"
+    strength: float = 1.0
+
+    @property
+    def log_forget(self) -> jax.Array:
+        return self.strength * gates(*self.shape(self.gates))
 
 
 def gated(case: Any, make: Any = make) -> tuple[AttentionArrays, AttentionSpec]:
     arrays, spec = make(case)
-    return log_forget.of_tokens(arrays._replace(log_forget=gates(*case.shape(case.gates))), spec), spec
+    return log_forget.of_tokens(arrays._replace(log_forget=case.log_forget), spec), spec
 
 
 def poisoned(case: Any, arrays: AttentionArrays) -> AttentionArrays:
@@ -42,7 +47,7 @@ def poisoned(case: Any, arrays: AttentionArrays) -> AttentionArrays:
     hidden = ~visibility(arrays._replace(mask=None), case.spec).any((1, 2))[:, :, None]
     arrays = poison(case, arrays._replace(log_forget=None))
     hidden = hidden if case.gates[0] == "B" else hidden.all(0, keepdims=True)
-    nan = jnp.where(hidden, jnp.nan, gates(*case.shape(case.gates)))
+    nan = jnp.where(hidden, jnp.nan, case.log_forget)
     return log_forget.of_tokens(arrays._replace(log_forget=nan), case.spec)
 
 

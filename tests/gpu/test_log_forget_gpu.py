@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,6 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
-from tests.attention.cases import Case
 from tests.attention.test_log_forget import CASES, check_gated, gated, gates
 from tests.tolerances import assert_close
 
@@ -23,11 +23,13 @@ pytestmark = pytest.mark.gpu
 NEEDS = ejx.FlashAttention.operation
 
 
-def larger(case: Case, dtype: str) -> Case:
-    """The same flags over several tiles of what a GPU runs; the offset stays that of the last query."""
+def larger(case: Any, dtype: str) -> Any:
+    """The same flags over several tiles of what a GPU runs, and as much forgotten over a row; the offset stays that of the last query."""
     queries, keys = (1, 4 * case.S) if case.T == 1 else (4 * case.T, 4 * case.S)
     offset = keys - queries if case.offset else 0
-    return dataclasses.replace(case, T=queries, S=keys, offset=offset, D=128, V=128, dtype=dtype)
+    return dataclasses.replace(
+        case, T=queries, S=keys, offset=offset, D=128, V=128, strength=0.25, dtype=dtype
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
