@@ -40,7 +40,7 @@ class AttentionProblem(problems.Problem):
 
     `packed` splits every row into documents of `document` tokens that do not see each other, given by
     `"segment_ids"` or by `"cu_seqlens"` (then all rows form one); or into as many documents of random lengths as `documents` says, given by
-    segment ids. `every_platform`: slow platforms are measured on a GPU too.
+    segment ids. `forget`: forget gates of a mean near 0.98. `every_platform`: slow platforms are measured on a GPU too.
     """
 
     B: int
@@ -52,6 +52,7 @@ class AttentionProblem(problems.Problem):
     window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    forget: bool = False
     packed: str | None = None
     document: int = 1024
     documents: int = 0
@@ -70,6 +71,7 @@ class AttentionProblem(problems.Problem):
             f"window {self.window}" if self.window else "",
             (random if self.documents else f"{self.packed} {self.document}") if self.packed else "",
             "sinks" if self.sinks else "",
+            "forget gates" if self.forget else "",
             f"soft cap {self.soft_cap:g}" if self.soft_cap else "",
         ]
 
@@ -87,7 +89,7 @@ class AttentionProblem(problems.Problem):
 
     @property
     def is_plain(self) -> bool:
-        return not (self.window or self.soft_cap or self.sinks or self.packed)
+        return not (self.window or self.soft_cap or self.sinks or self.forget or self.packed)
 
     def visible_scores(self) -> int:
         """The number of pairs of a query and a visible key, for one head and all rows."""
@@ -146,6 +148,8 @@ def make_inputs(problem: AttentionProblem, seed: int = 0) -> Inputs:
     }
     if problem.sinks:
         learned["sinks"] = jax.random.normal(keys[3], (problem.H,))
+    if problem.forget:
+        learned["log_forget"] = jax.nn.log_sigmoid(jax.random.normal(keys[3], (*rows, problem.H)) + 4)
     masking = {}
     if problem.packed == "segment_ids":
         masking["segment_ids"] = jnp.asarray(problem.document_of(), jnp.int32)
@@ -180,11 +184,11 @@ def by_key_head(
     groups = problem.H // kv_heads
 
     def split(x: Array, heads: int) -> Array:
-        x = x.reshape(rows, problem.S, kv_heads, heads, problem.D)
-        return jnp.moveaxis(x, 2, 1).reshape(rows * kv_heads, 1, problem.S, heads, problem.D)
+        x = x.reshape(rows, problem.S, kv_heads, heads, -1)
+        return jnp.moveaxis(x, 2, 1).reshape(rows * kv_heads, 1, problem.S, heads, -1)
 
     def join(x: Array, heads: int, like: Array) -> Array:
-        x = x.reshape(rows, kv_heads, problem.S, heads, problem.D)
+        x = x.reshape(rows, kv_heads, problem.S, heads, -1)
         return jnp.moveaxis(x, 1, 2).reshape(like.shape)
 
     def forward(learned: Arrays, segments: Arrays) -> Array:
@@ -199,6 +203,8 @@ def by_key_head(
     if "sinks" in learned:
         sinks = learned["sinks"].reshape(1, kv_heads, 1, groups)
         parts["sinks"] = jnp.broadcast_to(sinks, (rows, kv_heads, 1, groups)).reshape(-1, 1, groups)
+    if "log_forget" in learned:
+        heads["log_forget"], parts["log_forget"] = groups, split(learned["log_forget"], groups)[..., 0]
     results = jax.lax.map(
         prepare.directed(forward, BOTH, True), Inputs(parts, split(inputs.cotangent, groups), segments)
     )

@@ -13,7 +13,7 @@ from jax import Array
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx import _shapes, models, nn, paged
-from ejkernel_eqx.attention.signature import AttentionInputs, DotProductInputs
+from ejkernel_eqx.attention.signature import AttentionInputs, DotProductInputs, FlashInputs
 from ejkernel_eqx.dispatch import PlatformName
 from ejkernel_eqx.latent.absorbed import AbsorbedInputs
 from ejkernel_eqx.nn.signatures import BatchInputs, Inputs
@@ -86,7 +86,7 @@ def test_shapes_are_of_the_glossary(name):
 @pytest.mark.parametrize(
     "method, named, decides",
     [
-        (ejx.FlashAttention.__call__, AttentionInputs, "return_lse"),
+        (ejx.FlashAttention.__call__, FlashInputs, "return_lse"),
         (ejx.MultiHeadLatentAttention.__call__, AttentionInputs, "return_lse"),
         (ejx.AbsorbedLatentAttention.__call__, AbsorbedInputs, "return_lse"),
         (ejx.PagedAttention.__call__, DecodeInputs, "return_lse"),

@@ -42,7 +42,7 @@ def exact(
     """`(out [..., T, H, V], lse [..., T, H])` and the gradients, in float64.
 
     `positions [..., T]` are those of the queries, by default the last keys; `keep` is what dropout left, `[..., H, T, S]`.
-    `alibi_slopes` are `[H]`, `sinks` `[H]` or `[H, n]`; with `by_row` both are `[B or 1, H]`.
+    `alibi_slopes` are `[H]`, `sinks` `[H]` or `[H, n]`; with `by_row` both are `[B or 1, H]`. `log_forget` is `[..., S, H]`.
     """
     given = {name: np.asarray(x).astype(np.float64) for name, x in arrays.items()}
     dout, dlse = (np.asarray(x).astype(np.float64) for x in (dout, dlse))
@@ -56,11 +56,17 @@ def exact(
     distance = (
         np.arange(s) - (np.arange(t) + s - t if positions is None else np.asarray(positions))[..., None]
     )
+    # Gates between a key and a later query count once, [..., T, S, tokens]; between a query and a later key they count as minus one.
+    place = np.clip(np.arange(s) - distance, 0, s - 1)[..., None]
+    token, key = np.arange(s), np.arange(s)[:, None]
+    between = ((key < token) & (token <= place)) * 1.0 - ((place < token) & (token <= key))
+    forget = given.get("log_forget")
+    gates = 0 if forget is None else np.einsum("...lh,...tsl->...hts", forget, between)
     distance = distance[..., None, :, :]
 
     scores = scale * np.einsum("...thd,...shd->...hts", q, k)
     bent = np.zeros_like(scores) if cap is None else np.tanh(scores / cap)
-    scores = (scores if cap is None else cap * bent) + bias + slopes[..., None, None] * distance
+    scores = (scores if cap is None else cap * bent) + bias + slopes[..., None, None] * distance + gates
     scores = np.where(np.asarray(seen), scores, -np.inf)
     every = np.concatenate(
         [scores, np.broadcast_to(sinks[..., None, :], (*scores.shape[:-1], sinks.shape[-1]))], axis=-1
@@ -86,6 +92,7 @@ def exact(
         bias=after,
         alibi_slopes=(after * distance).sum((-1, -2)),
         sinks=(taken * shift).sum(-2),
+        log_forget=0 if forget is None else np.einsum("...hts,...tsl->...lh", after, between),
     )
     full["sinks"] = full["sinks"][..., 0] if alone else full["sinks"]
     for name in "kv":

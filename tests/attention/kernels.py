@@ -21,7 +21,7 @@ from tests.attention.inner import (
 )
 from tests.tolerances import assert_close, errors, TOLERANCES
 
-DIFFERENTIABLE = ("q", "k", "v", "bias", "alibi_slopes", "sinks")
+DIFFERENTIABLE = ("q", "k", "v", "bias", "alibi_slopes", "sinks", "log_forget")
 
 
 class Result(NamedTuple):

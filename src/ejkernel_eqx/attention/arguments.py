@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .._values import check_between, check_int32, check_offsets, FAR
+from .._values import check_between, check_int32, check_offsets, checked, FAR
 from ..core.arguments import accumulator
 from ..core.arguments import array as float_array
+from .log_forget import of_tokens
 from .masks.lower import lower, Lowered
 from .masks.mask import Mask, Window
 from .score_mod import check_score_mod, known_form, ScoreMod
@@ -74,6 +75,7 @@ class ScoreInputs(NamedTuple):
     key: Any = None
     inference: bool = False
     return_lse: bool = False
+    log_forget: Any = None
 
 
 def parse_window(sliding_window: Any, causal: bool) -> Window:
@@ -110,6 +112,11 @@ def resolve(
 ) -> tuple[AttentionArrays, AttentionSpec]:
     """The resolved call. All masks are intersected."""
     qkv, keys = check_qkv(q, k, v), k.shape[-3]
+    if scoring.log_forget is not None and not masking.own.is_causal:
+        raise ValueError(
+            "log_forget: expected None without causal=True, received gates, which are between a key and a later query; build the operation with "
+            "causal=True."
+        )
     return arranged(qkv, options, scoring, visible(masking, q.shape, keys), keys)
 
 
@@ -154,7 +161,30 @@ def arranged(
         blocks=None if blocks is None else spread("block_map", blocks, lead, heads, *blocks.shape[-2:]),
         heads=_pad_lead(jnp.arange(heads, dtype=jnp.int32), lead, 1) if numbered else None,
     )
+    if scoring.log_forget is not None and keys > 0:
+        arrays = of_tokens(arrays._replace(log_forget=_log_forget(scoring, lead, keys, heads)), spec)
     return arrays, spec
+
+
+def _log_forget(scoring: ScoreInputs, lead: tuple[int, ...], keys: Any, heads: int) -> Array:
+    given = scoring.log_forget
+    array = jnp.asarray(given)
+    if scoring.alibi_slopes is not None:
+        raise ValueError(
+            "log_forget: expected None with alibi_slopes, received both; a slope is a constant gate: add -slope to log_forget instead."
+        )
+    if not jnp.issubdtype(array.dtype, jnp.floating) or array.shape != (*lead, keys, heads):
+        raise ValueError(
+            f"log_forget: expected floats {(*lead, keys, heads)}, one per key and query head, received {array.dtype} {array.shape}; "
+            "project to the query heads, and pass the gates of cached keys, too."
+        )
+    say = lambda found: (
+        f"log_forget: expected finite numbers up to 0, received {found}; pass jax.nn.log_sigmoid of the gate's logits, and mark where "
+        "sequences begin by segment_ids."
+    )
+    # Of padding they may be NaN.
+    show = lambda x: f"{np.nanmin(x)} to {np.nanmax(x)}"
+    return checked(array, given, lambda x: (x > 0) | (x == -np.inf), say, show)
 
 
 def _with_known_form(

@@ -63,6 +63,8 @@ def problem_of(operation: str, arrays: AttentionArrays, spec: AttentionSpec) -> 
     # A polynomial, or a tanh found again from a weight, would not do for such a soft cap.
     if cap is not None and not (1e-2 <= cap <= 1e9 and 1e-18 * cap <= abs(spec.scale) <= 1e6 * cap):
         flags["extreme_cap"] = True
+    if arrays.log_forget is not None:
+        flags["log_forget"] = True
     if spec.score_mod is not None:
         flags["score_mod"] = True
         requirements.add("score_mod")
@@ -105,6 +107,7 @@ def axes_of(arrays: AttentionArrays, spec: AttentionSpec | None = None) -> dict[
         "bias": scores,
         "alibi_slopes": (heads,),
         "sinks": (heads,),
+        "log_forget": ("S", heads),
         "mask": scores,
         "q_segments": queries,
         "kv_segments": ("S",),

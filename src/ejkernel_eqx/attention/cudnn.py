@@ -112,6 +112,7 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
         ("rows", "lengths, packed sequences or per-row offsets"),
         ("sinks", "sinks"),
         ("alibi_slopes", "ALiBi slopes"),
+        ("log_forget", "log_forget"),
     ):
         if problem.flag(flag):
             return f"does not take {words}"

@@ -16,9 +16,8 @@ from .spec import AttentionArrays, AttentionSpec, RowRanges
 _SHARES = tuple(f"1/{1 << n}" for n in range(11))
 _CHOICES = {
     "causal": SWITCH[::-1],
-    **dict.fromkeys(
-        ("alibi_slopes", "deterministic", "dropout", "lse", "rows", "segments", "sinks", "soft_cap"), SWITCH
-    ),
+    **dict.fromkeys(("alibi_slopes", "deterministic", "dropout", "log_forget", "lse"), SWITCH),
+    **dict.fromkeys(("rows", "segments", "sinks", "soft_cap"), SWITCH),
 }
 
 
@@ -29,8 +28,9 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
 
     - `dims`: at least `T`, `H` and `D`; `S` defaults to `T`, `K` to `H`, `V` to `D` and `B` to 1.
     - `dtype`: the dtype of queries, keys, values and bias.
-    - `flags`: `True` or `False` for `causal` (default true), `alibi_slopes`, `deterministic`, `dropout`, `lse`, `rows` (lengths or packed
-        sequences), `segments`, `sinks`, `soft_cap`, `top_left` (causal masks count from the first key); `window`: an int or `(left, right)`;
+    - `flags`: `True` or `False` for `causal` (default true), `alibi_slopes`, `deterministic`, `dropout`, `log_forget`, `lse`, `rows` (lengths or
+        packed sequences), `segments`, `sinks`, `soft_cap`, `top_left` (causal masks count from the first key); `window`: an int or
+        `(left, right)`;
         `tiles`: the share of tiles that a pattern leaves visible, `"1/1"` to `"1/1024"`; `block_size`: of a map of blocks, an int or a pair;
         `bias` and `mask`: their axes after the batch axis, `1` where broadcast, such as `"HTS"` or `"11S"`, or `True` for all.
 
@@ -95,8 +95,12 @@ def _arrays(size: dict[str, int], dtype: str, flags: dict[str, Any]) -> Attentio
 
     axes = {name: f"1{_axes(name, flags[name])}" for name in ("bias", "mask") if flags[name]}
     axes |= {name: "1H" for name in ("alibi_slopes", "sinks") if flags[name]}
+    axes |= {"log_forget": "BSH"} if flags["log_forget"] else {}
     axes |= {"q_segments": "BT", "kv_segments": "BS"} if flags["segments"] else {}
-    dtypes = {"bias": dtype, "mask": "bool", "alibi_slopes": "float32", "sinks": "float32"}
+    dtypes = dict.fromkeys(("alibi_slopes", "log_forget", "sinks"), "float32") | {
+        "bias": dtype,
+        "mask": "bool",
+    }
     others = {name: shape(letters, dtypes.get(name, "int32")) for name, letters in axes.items()}
     rows = RowRanges(*[shape("BT", "int32")] * 3) if flags["rows"] else None
     return AttentionArrays(shape("BTHD"), shape("BSKD"), shape("BSKV"), rows=rows, **others)

@@ -14,27 +14,29 @@ from ..dispatch import PlatformLike
 from .arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
 from .core import ATTEND
 from .masks.mask import Mask, Window
-from .signature import AttentionInputs as Inputs
+from .signature import FlashInputs as Inputs
 from .signature import K, Output, Q, V, WithLse
 
 
 class FlashAttention(Kernel):
     r"""Exact attention, forward and backward in memory linear in the sequence length.
 
-    $$s_{ij} = \mathrm{cap}\!\left(\mathrm{scale}\; q_i \cdot k_j\right) + \mathrm{bias}_{ij} + m_h (j - p_i), \qquad
+    $$s_{ij} = \mathrm{cap}\!\left(\mathrm{scale}\; q_i \cdot k_j\right) + \mathrm{bias}_{ij} + m_h (j - p_i)
+      + \sum_{l = j + 1}^{p_i} f_l, \qquad
     o_i = \sum_{j \in \mathcal{V}_i} \frac{e^{s_{ij}}}{\sum_{l \in \mathcal{V}_i} e^{s_{il}} + \sum_n e^{\mathrm{sink}_{hn}}}\, v_j$$
 
-    with $\mathrm{cap}(s) = c \tanh(s / c)$ if `logits_soft_cap` $= c$ is given (else $s$), ALiBi slope $m_h$, and query
-    position $p_i = \mathrm{offset} + i$. $\mathcal{V}_i$ are the keys visible to query $i$: the intersection of all
+    with $\mathrm{cap}(s) = c \tanh(s / c)$ if `logits_soft_cap` $= c$ is given (else $s$), ALiBi slope $m_h$, forget gates $e^{f_l}$,
+    and query position $p_i = \mathrm{offset} + i$. $\mathcal{V}_i$ are the keys visible to query $i$: the intersection of all
     masks. Query head $h$ reads key head $\lfloor h / (H / K) \rfloor$. The output of a query that sees no key is 0,
     with zero gradients.
 
     Platforms: cuDNN (`"cuda"`), Triton (`"triton"`, `"triton-interpret"`), Pallas on TPU (`"pallas"`, `"pallas-interpret"`), XLA (`"xla"`);
-    `ejx.explain` shows which one is chosen for given shapes and why. Differentiable in reverse mode in `q, k, v, bias, alibi_slopes, sinks` and
-    through `lse`. On XLA gradients have derivatives too, in both modes (`jax.hessian`). For forward mode (`jax.jvp`), and for second derivatives on
-    other platforms, use [`ejkernel_eqx.Attention`][].
+    `ejx.explain` shows which one is chosen for given shapes and why. Differentiable in reverse mode in `q, k, v, bias, alibi_slopes, sinks,
+    log_forget` and through `lse`. On XLA gradients have derivatives too, in both modes (`jax.hessian`). For forward mode (`jax.jvp`), and for
+    second derivatives on other platforms, use [`ejkernel_eqx.Attention`][].
 
-    Sources: Dao, *FlashAttention-2* (2023); Milakov & Gimelshein, *Online normalizer calculation for softmax* (2018).
+    Sources: Dao, *FlashAttention-2* (2023); Milakov & Gimelshein, *Online normalizer calculation for softmax* (2018); Lin et al., *Forgetting
+    Transformer* (2025, arXiv:2503.02130).
     """
 
     operation: ClassVar[str] = "flash_attention"
@@ -114,6 +116,7 @@ class FlashAttention(Kernel):
         kv_lengths: int | Int[Numbers, "*B"] | None = None,
         sinks: Float[Numbers, " H *n"] | None = None,
         alibi_slopes: Float[Numbers, " H"] | None = None,
+        log_forget: Float[AnyArray, "*B S H"] | None = None,
         q_offset: int | Int[Numbers, "*B"] | None = None,
         key: PRNGKeyArray | None = None,
         inference: bool | None = None,
@@ -133,6 +136,9 @@ class FlashAttention(Kernel):
         - `q_lengths`, `kv_lengths`: number of real queries and keys, one per row; the rest is padding and may hold NaN.
         - `sinks`: logits `[H]` or `[H, n]` that join the denominator but have no value. Differentiable.
         - `alibi_slopes`: `[H]`. Differentiable.
+        - `log_forget`: `[..., S, H]`, logarithms of the forget gates of each key's token, one per query head: finite, at most 0. A query's weight of
+            a key is multiplied by the gates of the tokens behind the key, up to the query's own. Needs `causal=True`; not with `alibi_slopes`.
+            Gates of padding are taken to be 1. With cached keys, pass their gates as well. Differentiable.
         - `q_offset`: position of the first query among the keys; an int or one per row. Default `S - T`: the last query is aligned with the last key.
         - `key`: PRNG key for dropout. `inference`: disable dropout; defaults to the module's `inference` field (`eqx.nn.inference_mode`).
         - `return_lse`: also return the log-sum-exp of the scores.
@@ -148,6 +154,6 @@ class FlashAttention(Kernel):
             mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset, own
         )
         inference = self.inference if inference is None else inference
-        scoring = ScoreInputs(bias, sinks, alibi_slopes, key, inference, return_lse)
+        scoring = ScoreInputs(bias, sinks, alibi_slopes, key, inference, return_lse, log_forget)
         call = resolve(q, k, v, self.options, masking, scoring)
         return ATTEND.attend(self.plan, self.operation, *call)

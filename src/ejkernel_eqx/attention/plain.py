@@ -71,6 +71,7 @@ class Attention(Kernel):
         kv_lengths: int | Int[Numbers, "*B"] | None = None,
         sinks: Float[Numbers, " H *n"] | None = None,
         alibi_slopes: Float[Numbers, " H"] | None = None,
+        log_forget: Float[AnyArray, "*B S H"] | None = None,
         q_offset: int | Int[Numbers, "*B"] | None = None,
         key: PRNGKeyArray | None = None,
         inference: bool | None = None,
@@ -87,7 +88,7 @@ class Attention(Kernel):
             mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset, own
         )
         inference = self.inference if inference is None else inference
-        scoring = ScoreInputs(bias, sinks, alibi_slopes, key, inference)
+        scoring = ScoreInputs(bias, sinks, alibi_slopes, key, inference, log_forget=log_forget)
         arrays, spec = resolve(q, k, v, self.options, masking, scoring)
         with kernel_scope(self.plan.select(problem_of(self.operation, arrays, spec))):
             out, weights = compiled_once(_dense, spec)(arrays)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..core.arguments import accumulator
+from .log_forget import at_positions
 from .masks.dense import by_pair
 from .philox import philox_keep
 from .score_mod import modified
@@ -80,6 +81,9 @@ def attend_with_weights(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[A
         scores = scores + _every_row(arrays.bias.astype(dtype), spec.bias_run, len(q))
     if arrays.alibi_slopes is not None:
         scores = scores + arrays.alibi_slopes.astype(dtype)[..., None, None] * (j - i).astype(dtype)
+    if arrays.log_forget is not None:
+        ends = jnp.cumsum(arrays.log_forget.astype(dtype), axis=1).swapaxes(1, 2)  # [B or 1, H, S]
+        scores = scores + at_positions(ends, arrays, spec)[..., None] - ends[:, :, None]
 
     if spec.score_mod is not None:
         assert arrays.heads is not None

@@ -128,6 +128,9 @@ def _random(problem: Problem, seed: Any) -> Inputs:
         extra["sinks"] = normal("1H", wide)
     if problem.flag("alibi_slopes"):
         extra["alibi_slopes"] = 2.0 ** (-8.0 * jnp.arange(1, size["H"] + 1, dtype=wide) / size["H"])[None]
+    if problem.flag("log_forget"):
+        gates = -(2.0 ** (-8.0 * jnp.arange(1, size["H"] + 1, dtype=wide) / size["H"]))
+        extra["log_forget"] = gates[None, None] * (1 + jnp.arange(size["S"], dtype=wide) % 3)[None, :, None]
     if problem.flag("mask"):
         extra["mask"] = _mask(next(keys), str(problem.flag("mask")), shape(f"1{problem.flag('mask')}"))
     if problem.flag("dropout"):

@@ -16,7 +16,7 @@ WithLse = tuple[Float[Array, "*B T H V"], Float[Array, "*B T H"]]
 
 
 class AttentionInputs(TypedDict, total=False):
-    """The arguments by name of [`ejkernel_eqx.FlashAttention`][] but for `return_lse`, which decides what comes back."""
+    """The arguments by name that [`ejkernel_eqx.FlashAttention`][] and others share."""
 
     bias: Float[AnyArray, "#*B #H #T #S"] | None
     mask: Bool[Numbers, "#*B #H #T #S"] | Mask | None
@@ -31,6 +31,12 @@ class AttentionInputs(TypedDict, total=False):
     q_offset: int | Int[Numbers, "*B"] | None
     key: PRNGKeyArray | None
     inference: bool | None
+
+
+class FlashInputs(AttentionInputs, total=False):
+    """The arguments by name of [`ejkernel_eqx.FlashAttention`][] but for `return_lse`, which decides what comes back."""
+
+    log_forget: Float[AnyArray, "*B S H"] | None
 
 
 class BlockSparseInputs(AttentionInputs, total=False):

@@ -18,9 +18,10 @@ class AttentionSpec:
     """The static half of a call.
 
     The score of query `i` and key `j` is `s = scale * q_i . k_j`, then `cap * tanh(s / cap)`, then `+ bias`, then
-    `+ slope * (j - position_i)`, then the mask. Without `AttentionArrays.rows`, `position_i = i + offset` and query `i`
-    sees `position_i - left <= j <= position_i + right` (`None`: unbounded). With `rows`, those arrays hold all
-    of that, `left` and `right` are `None`, and `offset` is 0.
+    `+ slope * (j - position_i)` or, of forgetting attention, `+ c[position_i] - c[j]` with `c` the cumulative sum of
+    `log_forget`, then the mask. Without `AttentionArrays.rows`, `position_i = i + offset` and query `i` sees
+    `position_i - left <= j <= position_i + right` (`None`: unbounded). With `rows`, those arrays hold all of that, `left`
+    and `right` are `None`, and `offset` is 0.
     """
 
     scale: float
@@ -101,9 +102,11 @@ class AttentionArrays(NamedTuple):
     """bool `[B or 1, H or 1, blocks of queries, blocks of keys]`; each visible as a whole or not at all."""
     heads: Array | None = None
     """int32 `[1, H]`: the number of each head, for a `score_mod` and for a pattern that differs between heads."""
+    log_forget: Array | None = None
+    """`[B or 1, S, H]`, any float dtype, finite: logarithms of forget gates, one per key and query head; not beside `alibi_slopes`."""
 
 
-LEARNED = ("q", "k", "v", "bias", "alibi_slopes", "sinks")
+LEARNED = ("q", "k", "v", "bias", "alibi_slopes", "sinks", "log_forget")
 """The arrays that have gradients."""
 
 
@@ -116,3 +119,4 @@ class AttentionGrads(NamedTuple):
     bias: Array | None = None
     alibi_slopes: Array | None = None
     sinks: Array | None = None
+    log_forget: Array | None = None

@@ -22,7 +22,7 @@ from .._shapes import as_value, is_symbolic
 from ..core.arguments import accumulator
 from ..dispatch import Backend, BOTH, FORWARD
 from ..parallel import match_varying
-from . import xla_symbols
+from . import log_forget, xla_symbols
 from .cotangents import clean_cotangent, row_terms, sinks_gradient, sum_batch
 from .masks import tile_table
 from .masks.bounds.classify import touched
@@ -159,6 +159,12 @@ class _Call:
         self.slopes, self.sinks = self.per_head(arrays.alibi_slopes), self.per_head(arrays.sinks)
         self.seeds: Any = None if arrays.seeds is None else self.per_head(arrays.seeds)[:, :, :, None, None]
         self.blocks = self.full(arrays.blocks)
+        # Of forget gates, as in `log_forget.sums`: both parts [B, K, G, 2, S] of keys and [B, K, G, 2, T] of queries.
+        self.key_sums = self.query_sums = None
+        if arrays.log_forget is not None:
+            parts = log_forget.sums(arrays)
+            at_queries = [log_forget.at_positions(x, arrays, spec) for x in parts]
+            self.key_sums, self.query_sums = (self.per_head(jnp.stack(x, -2)) for x in (parts, at_queries))
         # Only a hidden query or key can be NaN, and only a mask hides.
         conditions = [x is not None for x in (arrays.rows, arrays.mask, arrays.q_segments)]
         self.hides = spec.ranged or spec.listed or any(conditions)
@@ -318,6 +324,10 @@ class _Call:
             scores += self.columns(self.rows(self.bias, pair, 3), pair, 4).astype(self.accum)
         if self.slopes is not None:
             scores += self.slopes.astype(self.accum)[..., None, None] * self.distance(pair)
+        if self.key_sums is not None:
+            ours = self.rows(self.query_sums, pair, 4)[..., :, None]  # [B, K, G, 2, Q, 1]
+            apart = ours - self.columns(self.key_sums, pair, 4)[..., None, :]  # [B, K, G, 2, Q, K]
+            scores += apart[..., 0, :, :] + apart[..., 1, :, :]
         if spec.score_mod is not None:
             heads = self.per_head(self.arrays.heads)[..., None, None]
             scores, slope = modified_and_slope(spec.score_mod, scores, heads, *self.positions(pair))
@@ -425,7 +435,7 @@ def backward(
     slopes, bias = call.slopes, None if call.bias is None else _BiasGradient(call)
 
     def body(carry, pair):
-        dq, dk, dv, dbias, dslopes = carry
+        dq, dk, dv, dbias, dslopes, dsums = carry
         k, v, scores, bent, slope = call.scores(q, pair)
         weights = jnp.exp(scores - call.rows(safe, pair, 3)[..., None])
         kept = call.fold(call.dropped(weights, pair).astype(v.dtype))
@@ -438,20 +448,28 @@ def backward(
             dbias = bias.add(dbias, dscores, pair)
         if slopes is not None:
             dslopes += (dscores * call.distance(pair)).sum((-2, -1))
+        if dsums is not None:
+            by_query, by_key = dsums
+            dsums = _add(by_query, dscores.sum(-1), pair[0], 3), _add(by_key, dscores.sum(-2), pair[1], 3)
         if bent is not None:
             dscores *= 1 - bent * bent
         dscores = call.fold(dscores.astype(k.dtype))
         dq_tile = call.unfold(call.dot("bkqs,bksd->bkqd", dscores, k))
         dk_tile = call.dot("bkdq,bkqs->bkds", call.fold_last(call.rows(q_transposed, pair, 4)), dscores)
         dk, dv = _add(dk, dk_tile, pair[1], 3), _add(dv, dv_tile, pair[1], 3)
-        return _add(dq, dq_tile, pair[0], 3), dk, dv, dbias, dslopes
+        return _add(dq, dq_tile, pair[0], 3), dk, dv, dbias, dslopes, dsums
 
     heads = q.shape[:3]
     dq = call.zeros(q.shape)
     dk, dv = (call.zeros((*heads[:2], 1, dim, call.s), (2,))[:, :, 0] for dim in (call.dim, call.value_dim))
     dslopes = None if slopes is None else call.zeros(heads)
     dbias = None if bias is None else bias.zeros()
-    dq, dk, dv, dbias, dslopes = call.scan(body, (dq, dk, dv, dbias, dslopes))
+    dsums = None
+    if call.key_sums is not None:
+        dsums = call.zeros((*heads, call.t)), call.zeros((*heads, call.s))
+    dq, dk, dv, dbias, dslopes, dsums = call.scan(body, (dq, dk, dv, dbias, dslopes, dsums))
+    if dsums is not None:
+        dsums = [x.reshape(call.batch, call.heads, x.shape[-1]) for x in dsums]
     dsinks = None if arrays.sinks is None else sinks_gradient(arrays, given_lse, by_row)
     dq = (dq * spec.scale).astype(arrays.q.dtype).transpose(0, 3, 1, 2, 4)
     grads = AttentionGrads(
@@ -461,6 +479,7 @@ def backward(
         bias=None if bias is None else bias.finish(dbias),
         alibi_slopes=_per_head_gradient(dslopes, arrays.alibi_slopes),
         sinks=_per_head_gradient(dsinks, arrays.sinks),
+        log_forget=None if dsums is None else log_forget.gradient(arrays, spec, *dsums),
     )
     return grads if call.lengths is None else xla_symbols.cut(grads, given)
 

@@ -24,7 +24,7 @@ def whole(arrays: AttentionArrays, tile: Any) -> AttentionArrays:
     if lengths_of(arrays) is None:
         return arrays
     axes = {"q": "BT", "k": "BS", "v": "BS", "bias": "BHTS", "mask": "BHTS"}
-    axes |= {"q_segments": "BT", "kv_segments": "BS"}
+    axes |= {"q_segments": "BT", "kv_segments": "BS", "log_forget": "BSH"}
     padded = {
         name: _to_tiles(x, letters, tile, -1 if name.endswith("segments") else 0)
         for name, letters in axes.items()
@@ -45,7 +45,10 @@ def cut(grads: AttentionGrads, arrays: AttentionArrays) -> AttentionGrads:
     queries, keys, bias = arrays.q.shape[1], arrays.k.shape[1], grads.bias
     if bias is not None and arrays.bias is not None:
         bias = bias[:, :, : arrays.bias.shape[2], : arrays.bias.shape[3]]
-    return grads._replace(q=grads.q[:, :queries], k=grads.k[:, :keys], v=grads.v[:, :keys], bias=bias)
+    of_keys = {
+        name: x[:, :keys] for name in ("k", "v", "log_forget") if (x := getattr(grads, name)) is not None
+    }
+    return grads._replace(q=grads.q[:, :queries], bias=bias, **of_keys)
 
 
 def _to_tiles(x: Array, letters: str, tile: Any, fill: Any = 0) -> Array:

@@ -28,6 +28,7 @@ from .arguments import check_eps, check_flags, check_numbers, read_sizes
 from .attention_inputs import (
     CallInputs,
     check_call,
+    check_forget_gate,
     check_heads,
     check_keys_as_values,
     check_norm,
@@ -36,6 +37,7 @@ from .attention_inputs import (
     read_biases,
     read_chunk,
     read_temperature,
+    refuse_gates,
     window_of,
 )
 from .attention_places import keys_of, locate, Places, places_over_pages
@@ -62,7 +64,7 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
       v = x W_v^\top,\quad
       y = \big(\sigma(g) \odot \mathrm{FlashAttention}(q, k, v)\big) W_o^\top$$
 
-    where the rotation, the norms and the gate $g$ are optional, as are biases, sinks, a soft cap and a window.
+    where the rotation, the norms and the gate $g$ are optional, as are biases, sinks, a soft cap, a window and forget gates.
     Parameters have the names and shapes (`[out, in]`) of the published model code, so published weights load by
     renaming. The guide "Layers" lists the constructor calls for Llama, Mistral, Gemma-2, Qwen3 and GPT-OSS.
     `from_config` supports the softmax layers of the models in the guide "Published models", besides GPT-NeoX and GPT-2.
@@ -76,6 +78,7 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
     k_norm: eqx.nn.RMSNorm | None  # [D]; over all heads [K * D]
     v_norm: eqx.nn.RMSNorm | None  # without weights
     sinks: Array | None  # [H]
+    fgate_proj: eqx.nn.Linear | None  # [H, E]
     sliding_window: Array | None  # int32 []: a window given as an array; a static one is in `attention`
     rope: RotaryEmbedding | RotaryChoice | None
     attention: FlashAttention | RingAttention  # the latter for tokens that are split over a mesh axis
@@ -120,6 +123,7 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         softmax_scale: float | None = None,
         sinks: bool = False,
         output_gate: bool = False,
+        forget_gate: bool = False,
         temperature: tuple[float, int, int] | None = None,
         v_norm: bool = False,
         keys_as_values: bool = False,
@@ -159,6 +163,9 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         - `sinks`: whether each head has a learned logit that joins the denominator of the softmax (GPT-OSS).
         - `output_gate`: whether the outputs of the heads are multiplied elementwise by $\sigma(g)$, with $g$ a projection of the input to
             `H * V` features (Qwen3-Next). The rows of the gate are part of `q_proj`, head by head.
+        - `forget_gate`: whether each token multiplies the weights of all earlier keys by a gate per query head, the sigmoid of `fgate_proj`
+            (Forgetting Transformer, Lin et al. 2025, arXiv:2503.02130; `log_forget` of [`ejkernel_eqx.FlashAttention`][]). For causal layers without
+            `alibi` and `sequence_axis`. A `KVCache` from `init_cache` holds the gates, pages do not.
         - `temperature`: $(s, n, o)$, by which queries at position $p$ are multiplied by $1 + s \ln(1 + \lfloor (p + o) / n \rfloor)$ after the
             rotation (Ministral 3, Llama 4); default none.
         - `v_norm`: whether the values of each head are divided by their root mean square (Gemma 4), with `qk_norm_eps`.
@@ -197,7 +204,8 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         check_numbers(logits_soft_cap=logits_soft_cap, softmax_scale=softmax_scale, dropout_rate=dropout_rate)
         check_eps(qk_norm_eps=qk_norm_eps)
         q_dim = num_heads * (head_dim + v_head_dim if output_gate else head_dim)
-        parts = Parts(key, 4, dtype, compute_dtype)
+        check_forget_gate(forget_gate, causal and not alibi and sequence_axis is None)
+        parts = Parts(key, 5 if forget_gate else 4, dtype, compute_dtype)
         self.q_proj = parts.linear(embed_dim, q_dim, q_bias)
         self.k_proj = parts.linear(kv_embed_dim, num_kv_heads * head_dim, k_bias)
         check_keys_as_values(keys_as_values, (head_dim, kv_embed_dim), (v_head_dim, v_embed_dim))
@@ -206,6 +214,7 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         own_values = None if keys_as_values else parts.linear(v_embed_dim, num_kv_heads * v_head_dim, v_bias)
         self.v_proj = own_values
         self.o_proj = parts.linear(num_heads * v_head_dim, output_size, use_output_bias)
+        self.fgate_proj = parts.linear(embed_dim, num_heads, True) if forget_gate else None
         norm = lambda heads: eqx.nn.RMSNorm(
             (heads if self.norm_over_all else 1) * head_dim,
             qk_norm_eps,
@@ -298,10 +307,12 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         kept: DTypeLike = self._stored_dtype() if dtype is None else dtype
         sizes = (self.num_kv_heads, self.head_dim, self.v_head_dim, kept)
         if rolling:
+            refuse_gates(self, "a RollingKVCache")
             return RollingKVCache.init(batch_shape, window_of(self), *sizes)
         (max_length,) = read_sizes(max_length=max_length)
         assert max_length is not None
-        return KVCache.init(batch_shape, max_length, *sizes)
+        gates = None if self.fgate_proj is None else self.num_heads
+        return KVCache.init(batch_shape, max_length, *sizes, num_gates=gates)
 
     def init_paged_cache(
         self,
@@ -321,6 +332,7 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         - `dtype`: of the pages, or a pair for keys and values. The default, also for `None` in a pair, is
             `compute_dtype`, or else the dtype of the weights.
         """
+        refuse_gates(self, "a PagedKVCache")
         kept = filled_dtype(dtype, self._stored_dtype())
         sizes = (num_pages, page_size, self.num_kv_heads, self.head_dim, self.v_head_dim)
         return PagedKVCache.init(*sizes, batch_shape=batch_shape, dtype=kept, scales=scales)
@@ -481,7 +493,7 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
             mask = with_chunks(size, mask)
         elif size is not None:
             rows = rows.in_chunks(size, x.shape[:-1])
-        cache, k, v, visible = keys_of(cache, k, v, rows)
+        cache, k, v, visible = keys_of(cache, k, v, rows, self._log_forget(x))
         out: Any = attention(
             q,
             k.astype(q.dtype),
@@ -540,6 +552,12 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         # Few tokens of padding are computed like others: what they hold reaches no other token.
         (y, *lse), new = over_pages(self, x, cache, batch, call, empty, clears=block.is_alone)
         return y, new, *lse
+
+    def _log_forget(self, x: Array) -> Array | None:
+        if self.fgate_proj is None:
+            return None
+        logits = project("fgate_proj", self.fgate_proj, x, self.num_heads)
+        return jax.nn.log_sigmoid(logits.astype(accumulator(x.dtype)))
 
     def _slopes(self, q: Array) -> Array | None:
         return None if self.alibi is None else jnp.asarray(self.alibi, accumulator(q.dtype))

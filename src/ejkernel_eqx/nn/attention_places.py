@@ -158,16 +158,18 @@ def _locate_cross(
 
 
 def keys_of(
-    cache: KVCache | RollingKVCache | None, k: Array, v: Array, rows: Rows
+    cache: KVCache | RollingKVCache | None, k: Array, v: Array, rows: Rows, log_forget: Array | None
 ) -> tuple[KVCache | RollingKVCache | None, Array, Array, dict[str, Any]]:
     """The updated cache, the keys and values of a call, and what each query may see of them, as arguments of `FlashAttention`."""
     if cache is None:
         ids = {"segment_ids": rows.segment_ids, "kv_segment_ids": rows.kv_segment_ids}
-        return None, k, v, {**ids, "cu_seqlens": rows.cu_seqlens}
+        gates = {} if log_forget is None else {"log_forget": log_forget}
+        return None, k, v, {**ids, "cu_seqlens": rows.cu_seqlens, **gates}
     if isinstance(cache, RollingKVCache):
         cache, seen = cache.append(k, v, mask=rows.real)
         ids = jnp.where(seen.real, jnp.int32(0), -1)
         own = ids[..., cache.window :]
         return cache, seen.k, seen.v, {"segment_ids": own, "kv_segment_ids": ids}
-    cache = cache.append(k, v, mask=rows.real)
-    return cache, cache.k, cache.v, {"kv_lengths": cache.lengths, "q_offset": rows.offset}
+    cache = cache.append(k, v, mask=rows.real, log_forget=log_forget)
+    gates = {} if log_forget is None else {"log_forget": cache.log_forget}
+    return cache, cache.k, cache.v, {"kv_lengths": cache.lengths, "q_offset": rows.offset, **gates}

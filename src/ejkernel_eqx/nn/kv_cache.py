@@ -29,20 +29,22 @@ class KVCache(Module):
     `ejkernel_eqx.check_values` is on: there the row is closed. Nothing is written to it from then on, its length stays, the outputs of
     the layer for it are NaN, and `overflowed` says so. Other rows are as without it.
 
-    A cache has these four arrays and no more, as each one takes time where a compiled function begins:
+    A cache has these four arrays and no more, as each one takes time where a compiled function begins; that of a layer with forget gates has a fifth:
 
     - `k`: `[..., S, K, D]`, `v`: `[..., S, K, V]`, with `S` the capacity in tokens.
     - `lengths`: int32 `[...]`, the number of tokens in each row; slots beyond are never read.
     - `overflowed`: bool `[...]`, True for rows that are closed; default False.
+    - `log_forget`: float32 `[..., S, H]`, logarithms of the forget gates of the tokens; default `None`.
     """
 
     k: Float[Array, "*B S K D"]
     v: Float[Array, "*B S K V"]
     lengths: Int[Array, "*B"]
     overflowed: Bool[Array, "*B"]
+    log_forget: Float[Array, "*B S H"] | None
 
-    def __init__(self, k: Any, v: Any, lengths: Any, overflowed: Any = None):
-        self.k, self.v, self.lengths = k, v, lengths
+    def __init__(self, k: Any, v: Any, lengths: Any, overflowed: Any = None, log_forget: Any = None):
+        self.k, self.v, self.lengths, self.log_forget = k, v, lengths, log_forget
         self.overflowed = none_overflowed(lengths) if overflowed is None else overflowed
 
     @classmethod
@@ -54,6 +56,8 @@ class KVCache(Module):
         head_dim: int,
         v_head_dim: int | None = None,
         dtype: DTypeLike = jnp.float32,
+        *,
+        num_gates: int | None = None,
     ) -> "KVCache":
         """Returns an empty cache.
 
@@ -64,9 +68,13 @@ class KVCache(Module):
         - `num_kv_heads`, `head_dim`, `v_head_dim`: `K`, `D` and `V` (default `D`).
         - `dtype`: floating dtype of the stored keys and values; new ones are cast to it. For 8-bit integers, which need
             scales, use [`ejkernel_eqx.PagedKVCache`][].
+        - `num_gates`: forget gates of a token, the query heads `H` of a layer with gates; default none.
         """
         sizes = {"max_length": max_length, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        return cls(**empty_rows(batch_shape, sizes, v_head_dim, dtype))
+        rows = empty_rows(batch_shape, sizes, v_head_dim, dtype)
+        if num_gates is None:
+            return cls(**rows)
+        return cls(**rows, log_forget=jnp.zeros((*rows["k"].shape[:-2], *read_sizes(num_gates=num_gates))))
 
     @property
     def max_length(self) -> int:
@@ -85,6 +93,7 @@ class KVCache(Module):
         *,
         new_lengths: Int[AnyArray, "#*B"] | None = None,
         mask: Bool[AnyArray, "#*B #T"] | None = None,
+        log_forget: Float[AnyArray, "*B T H"] | None = None,
     ) -> "KVCache":
         """Appends up to `T` tokens to each row, starting at the length of the row.
 
@@ -94,12 +103,19 @@ class KVCache(Module):
         - `new_lengths`: integers `[...]`, the number of real tokens of each row; the rest of its `T` tokens is right padding.
         - `mask`: bool `[..., T]`, True for real tokens. Padding may be anywhere; real tokens are stored contiguously, and
             rows without any are unchanged.
+        - `log_forget`: `[..., T, H]`, of the new tokens, for a cache that has gates.
 
         **Returns:** the new cache. Raises `ValueError` for invalid arguments, and if a row would exceed `max_length`.
         Inside `jit` the program raises an error whose last line says so. On a GPU it closes the row, as described
         above.
         """
         check_new(self, k_new, v_new)
+        gates = self.log_forget
+        expected = None if gates is None else (*k_new.shape[:-2], gates.shape[-1])
+        if (received := None if log_forget is None else log_forget.shape) != expected:
+            raise ValueError(
+                f"log_forget: expected {expected}, the gates of the cache, received {received}; build the cache with the layer's init_cache."
+            )
         if new_lengths is None and mask is None and k_new.shape[-3] > self.max_length:
             raise ValueError(
                 f"k_new: expected at most max_length={self.max_length} tokens, received {k_new.shape[-3]}; "
@@ -132,7 +148,9 @@ class KVCache(Module):
             lengths = self.lengths + jnp.where(refused, 0, count)
             overflowed = self.overflowed | refused
         k, v = (self.write(store, new, start, mask) for store, new in ((self.k, k_new), (self.v, v_new)))
-        return KVCache(k, v, lengths, overflowed)
+        if gates is not None:
+            gates = self.write(gates[..., None], jnp.asarray(log_forget)[..., None], start, mask)[..., 0]
+        return KVCache(k, v, lengths, overflowed, gates)
 
     def write(self, store: Array, new: AnyArray, start: Array, mask: AnyArray | None) -> Array:
         """One of the arrays with new tokens from `start` on in each row."""

@@ -49,6 +49,8 @@ config_type = PallasConfig
 def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
     if problem.dtype("qkv") not in ("float32", "bfloat16"):
         return f"takes float32 and bfloat16, not {problem.dtype('qkv')}"
+    if problem.flag("log_forget"):
+        return "takes no log_forget"
     if problem.flag("score_mod"):
         return "takes a score_mod only if it is cap * tanh(score / cap) + slope[head] * (key - query), or one of the two"
     if max(problem.dim("D"), problem.dim("V")) > MAX_HEAD_DIM:

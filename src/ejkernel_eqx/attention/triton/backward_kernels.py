@@ -10,8 +10,9 @@ import triton.language as tl
 
 from . import tile
 
-# A tile of queries, both parts, with cotangents and terms of the softmax: [BQ, BLOCK_D], [BQ, BLOCK_R], [BQ, BLOCK_V], [BQ], [BQ].
-QueryTile = namedtuple("QueryTile", "q rope do lse delta")
+# A tile of queries, both parts, with cotangents and terms of the softmax: [BQ, BLOCK_D], [BQ, BLOCK_R], [BQ, BLOCK_V], [BQ], [BQ]; and their
+# coarse sum of gates, [].
+QueryTile = namedtuple("QueryTile", "q rope do lse delta coarse")
 
 
 # fmt: off
@@ -48,7 +49,7 @@ def _score_gradient(p, dp, delta, t, seen, kept, scoring: tl.constexpr, MASKED: 
 
 
 @triton.jit
-def _load_query_tile(q_ptr, do_ptr, lse_ptr, delta_ptr, b, h, first, rows, inside, T, sizes: tl.constexpr, BOUND: tl.constexpr):
+def _load_query_tile(q_ptr, do_ptr, lse_ptr, delta_ptr, b, h, first, rows, inside, head, T, sizes: tl.constexpr, ALIBI: tl.constexpr, BOUND: tl.constexpr):
     width: tl.constexpr = sizes.D + sizes.R
     q_ptr = q_ptr + b * T * (sizes.H * width) + h * width
     q, rope = tile.load_queries(q_ptr, first, inside, T, sizes, BOUND, False)  # [BQ, BLOCK_D], [BQ, BLOCK_R]
@@ -56,7 +57,10 @@ def _load_query_tile(q_ptr, do_ptr, lse_ptr, delta_ptr, b, h, first, rows, insid
     do = tile.load_rows(do_ptr, first, sizes.H * sizes.V, inside, T, sizes.V, sizes.BQ, sizes.BLOCK_V, BOUND, False)  # [BQ, BLOCK_V]
     lse = tl.load(lse_ptr + (b * sizes.H + h) * T + rows, mask=inside, other=float("inf"))  # [BQ]
     delta = tl.load(delta_ptr + (b * sizes.H + h) * T + rows, mask=inside, other=0.0)  # [BQ]
-    return QueryTile(q, rope, do, lse, delta)
+    coarse = 0.0
+    if ALIBI == tile.GATES:
+        coarse = tile.coarse_of(head.gates, T, first)
+    return QueryTile(q, rope, do, lse, delta, coarse)
 
 
 @triton.jit
@@ -67,10 +71,10 @@ def _score_gradients(
     """A tile of keys from `first` on, in two parts as queries, with their numbers; and for a tile of queries both gradients of `_score_gradient`, and
     which entries are visible."""
     S = lengths.S
-    q, q_rope, do, lse, delta = query_tile
+    q, q_rope, do, lse, delta, coarse = query_tile
     BK: tl.constexpr = sizes.BK
     PRECISION: tl.constexpr = scoring.PRECISION
-    keys, ok = tile.key_columns(first, key_rows, S, BK, CHECK, MASKED and masking.SEGMENTS)
+    keys, ok = tile.key_columns(first, key_rows, head, S, BK, BOUND, CHECK, MASKED and masking.SEGMENTS, scoring.ALIBI)
     k = tile.load_rows(key_rows.k, first, sizes.K * sizes.D, ok, S, sizes.D, BK, sizes.BLOCK_D, BOUND, CHECK)  # [BK, BLOCK_D]
     if sizes.R == 0:
         v = tile.load_rows(key_rows.v, first, sizes.K * sizes.V, ok, S, sizes.V, BK, sizes.BLOCK_V, BOUND, CHECK)  # [BK, BLOCK_V]
@@ -83,6 +87,8 @@ def _score_gradients(
         # In this order fewer registers are spilled.
         v = tile.load_rows(key_rows.v, first, sizes.K * sizes.V, ok, S, sizes.V, BK, sizes.BLOCK_V, BOUND, CHECK)  # [BK, BLOCK_V]
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [BQ, BK]
+    if scoring.ALIBI == tile.GATES:
+        lse -= coarse - keys.coarse
     bits = True
     if MASKED and masking.BITS:
         bits = tile.load_bits(bits_ptr, tl.load(patterns_ptr + at), sizes.BQ, BK, masking.BITS)  # [BQ, BK]
@@ -114,7 +120,9 @@ def _query_gradient_tiles(
             entry = tl.load(tiles.list + at + 1).to(tl.int32)
         k, rope, keys, ds, after, seen = _score_gradients(
             n * BK, key_rows, query_tile, queries, tiles.bits, spans.patterns, at, head, lengths, sizes, scoring, masking, MASKED, BOUND, CHECK)
-        if scoring.ALIBI:
+        if scoring.ALIBI == tile.GATES:
+            dslope += tl.sum(after, axis=1)
+        elif scoring.ALIBI:
             dslope += tl.sum(tl.sum(after * (keys.j - queries.position).to(tl.float32), axis=1), axis=0)
         # A key that no row of the tile sees may hold NaN, and 0 * NaN is NaN.
         clean: tl.constexpr = MASKED and masking.CLEAN and (masking.MASK or masking.LISTED)
@@ -134,7 +142,7 @@ def query_gradient_kernel(
     q_ptr, k_ptr, k_rope_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr,  # do as out, lse and delta [B, H, T]; all else as in the forward kernel
     bias_ptr, slopes_ptr, mask_ptr, q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr, position_ptr, query_seen_ptr, key_seen_ptr,
     seeds_ptr, tiles_ptr, row_ptr, list_ptr, pattern_ptr, bits_ptr, map_ptr, T, S, offset, bias_run, bias_rows, mask_run, mask_rows,
-    dq_ptr, dslope_ptr,  # [B, T, H, D + R], [B, H, tiles]
+    dq_ptr, dslope_ptr,  # [B, T, H, D + R], [B, H, tiles] or of gates [B, H, T]
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, R: tl.constexpr, V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
@@ -143,7 +151,7 @@ def query_gradient_kernel(
     LISTED: tl.constexpr, BITS: tl.constexpr, MAP_HEADS: tl.constexpr, MAP_Q: tl.constexpr, MAP_K: tl.constexpr,
     EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, CLEAN: tl.constexpr, GROUP: tl.constexpr,
 ):
-    """`dq` of one query tile and head, and the tile's share of the slope's gradient."""
+    """`dq` of one query tile and head, and the tile's share of the slope's gradient or, with gates, the sum of each row of the scores' gradient."""
     sizes: tl.constexpr = tile.Sizes(H, K, D, R, V, BLOCK_D, BLOCK_R, BLOCK_V, BQ, BK, EVEN_Q, EVEN_K)
     scoring: tl.constexpr = tile.Scoring(SCALE, CAP, FAST_TANH, FOLDED, MULTIPLIER, BIAS, ALIBI, DROPOUT, SEED_WORDS, KEEP_SCALE, PRECISION)
     masking: tl.constexpr = tile.Masking(LEFT, RIGHT, ROWS, SEGMENTS, MASK, LISTED, BITS, MAP_HEADS, MAP_Q, MAP_K, CLEAN)
@@ -162,12 +170,14 @@ def query_gradient_kernel(
     head = tile.head_of(head_arrays, b, h, lengths, H, scoring, masking)
 
     # Loaded once for all keys: the tile's queries, their cotangents and their softmax terms.
-    query_tile = _load_query_tile(q_ptr, do_ptr, lse_ptr, delta_ptr, b, h, first, rows, inside, T, sizes, not EVEN_Q)
+    query_tile = _load_query_tile(q_ptr, do_ptr, lse_ptr, delta_ptr, b, h, first, rows, inside, head, T, sizes, ALIBI, not EVEN_Q)
     key_rows = tile.KeyRows(
         k_ptr + b * S * (K * D) + (h // (H // K)) * D, k_rope_ptr + b * S * R, v_ptr + b * S * (K * V) + (h // (H // K)) * V,
         kv_segments_ptr + b * S, key_seen_ptr + b * S)
     dq = tl.zeros([BQ, BLOCK_D], tl.float32)  # [BQ, BLOCK_D]
     dslope = 0.0
+    if ALIBI == tile.GATES:
+        dslope = tl.zeros([BQ], tl.float32)  # [BQ]
     dq_rope = 0.0
     if R > 0:
         dq_rope = tl.zeros([BQ, BLOCK_R], tl.float32)  # [BQ, BLOCK_R]
@@ -183,13 +193,15 @@ def query_gradient_kernel(
     tile.store_rows(out, (dq * SCALE).to(dq_ptr.dtype.element_ty), first, H * (D + R), T, D, BQ, BLOCK_D)
     if R > 0:
         tile.store_rows(out + D, (dq_rope * SCALE).to(dq_ptr.dtype.element_ty), first, H * (D + R), T, R, BQ, BLOCK_R)
-    if ALIBI:
+    if ALIBI == tile.GATES:
+        tl.store(dslope_ptr + (b * H + h) * T + rows, dslope, mask=inside)
+    elif ALIBI:
         tl.store(dslope_ptr + (b * H + h) * count + m, dslope)
 
 
 @triton.jit
 def _key_gradient_tiles(
-    dk, dk_rope, dv, k, rope, v,  # [BK, BLOCK_D], [BK, BLOCK_R], [BK, BLOCK_V], twice
+    dk, dk_rope, dgates, dv, k, rope, v,  # [BK, BLOCK_D], [BK, BLOCK_R], [BK], [BK, BLOCK_V], and again without the third
     spans, tiles, query_rows, keys, head, lengths,
     sizes: tl.constexpr, scoring: tl.constexpr, masking: tl.constexpr, PART: tl.constexpr,
 ):
@@ -232,6 +244,9 @@ def _key_gradient_tiles(
         do = tile.load_rows(query_rows.do, first, sizes.H * sizes.V, ok, T, sizes.V, BQ, sizes.BLOCK_V, not sizes.EVEN_Q, CHECK)  # [BQ, BLOCK_V]
         lse = tl.load(query_rows.lse + rows, mask=inside, other=float("inf"))  # [BQ]
         delta = tl.load(query_rows.delta + rows, mask=inside, other=0.0)  # [BQ]
+        of_keys = keys
+        if scoring.ALIBI == tile.GATES:
+            of_keys = tile.Keys(keys.j, keys.segment, keys.gates - (tile.coarse_of(head.gates, T, first) - keys.coarse), 0.0)
         # The weights again, from the scores.
         qk = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BK, BQ]
         if sizes.R > 0:
@@ -242,7 +257,7 @@ def _key_gradient_tiles(
             bits = tile.load_bits(
                 tiles.bits, tl.load(spans.patterns + at), sizes.BK, BQ, masking.BITS
             )  # [BK, BQ]
-        p, t, seen = _weights(qk, lse[None, :], queries, keys, bits, head, lengths, scoring, masking, MASKED, False)  # [BK, BQ]
+        p, t, seen = _weights(qk, lse[None, :], queries, of_keys, bits, head, lengths, scoring, masking, MASKED, False)  # [BK, BQ]
         # Dropout hides weights in dv, and their gradients in dk.
         kept = True
         dropped = p
@@ -258,14 +273,16 @@ def _key_gradient_tiles(
             do = tl.where(row_seen, do, 0.0)
         if sizes.R == 0:
             dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=PRECISION)  # [BK, BLOCK_V]
-        ds, _ = _score_gradient(p, dp, delta[None, :], t, seen, kept, scoring, MASKED)  # [BK, BQ]
+        ds, after = _score_gradient(p, dp, delta[None, :], t, seen, kept, scoring, MASKED)  # [BK, BQ]
+        if scoring.ALIBI == tile.GATES:
+            dgates += tl.sum(after, axis=1)
         ds = ds.to(q.dtype)
         if sizes.R > 0:  # in this order fewer registers are spilled
             dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=PRECISION)  # [BK, BLOCK_V]
         dk = tl.dot(ds, q, dk, input_precision=PRECISION)  # [BK, BLOCK_D]
         if sizes.R > 0:
             dk_rope = tl.dot(ds, q_rope, dk_rope, input_precision=PRECISION)  # [BK, BLOCK_R]
-    return dk, dk_rope, dv
+    return dk, dk_rope, dgates, dv
 
 
 @triton.jit
@@ -273,7 +290,7 @@ def key_gradient_kernel(
     q_ptr, k_ptr, k_rope_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr,
     bias_ptr, slopes_ptr, mask_ptr, q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr, position_ptr, query_seen_ptr, key_seen_ptr,
     seeds_ptr, tiles_ptr, row_ptr, list_ptr, pattern_ptr, bits_ptr, map_ptr, T, S, offset, bias_run, bias_rows, mask_run, mask_rows,
-    dk_ptr, dk_rope_ptr, dv_ptr,  # [B, S, K, D], float32 [B, K, S, R], [B, S, K, V]
+    dk_ptr, dmore_ptr, dv_ptr,  # [B, S, K, D], float32 [B, K, S, R] of shared keys or [B, H, S] of gates, [B, S, K, V]
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, R: tl.constexpr, V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
@@ -282,7 +299,8 @@ def key_gradient_kernel(
     LISTED: tl.constexpr, BITS: tl.constexpr, MAP_HEADS: tl.constexpr, MAP_Q: tl.constexpr, MAP_K: tl.constexpr,
     EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, CLEAN: tl.constexpr, GROUP: tl.constexpr,
 ):
-    """`dk` and `dv` of one key tile and key head, over all query heads that read it, and their part of the gradient of the shared keys."""
+    """`dk` and `dv` of one key tile and key head, over all query heads that read it, and their part of the gradient of the shared keys or, with gates, the
+    sum of each key's column of the scores' gradient."""
     sizes: tl.constexpr = tile.Sizes(H, K, D, R, V, BLOCK_D, BLOCK_R, BLOCK_V, BQ, BK, EVEN_Q, EVEN_K)
     scoring: tl.constexpr = tile.Scoring(SCALE, CAP, FAST_TANH, FOLDED, MULTIPLIER, BIAS, ALIBI, DROPOUT, SEED_WORDS, KEEP_SCALE, PRECISION)
     masking: tl.constexpr = tile.Masking(LEFT, RIGHT, ROWS, SEGMENTS, MASK, LISTED, BITS, MAP_HEADS, MAP_Q, MAP_K, CLEAN)
@@ -302,7 +320,6 @@ def key_gradient_kernel(
     k_segment = j
     if SEGMENTS:
         k_segment = tl.load(kv_segments_ptr + b * S + columns, mask=columns < S, other=-1)[:, None]  # [BK, 1]
-    keys = tile.Keys(j, k_segment)
     # Loaded once for all queries: the tile's keys, shared keys and values.
     k = tile.load_rows(k_ptr + b * S * (K * D) + kh * D, first, K * D, columns < S, S, D, BK, BLOCK_D, not EVEN_K, False)  # [BK, BLOCK_D]
     rope = k
@@ -330,6 +347,14 @@ def key_gradient_kernel(
         if R > 0:
             h = kh
         head = tile.head_of(head_arrays, b, h, lengths, H, scoring, masking)
+        gates = j
+        coarse = 0.0
+        dgates = 0.0
+        if ALIBI == tile.GATES:
+            gates = tl.load(head.slope + columns, mask=columns < S, other=0.0)[:, None]  # [BK, 1]
+            coarse = tile.coarse_of(head.slope, S, first)
+            dgates = tl.zeros([BK], tl.float32)  # [BK]
+        keys = tile.Keys(j, k_segment, gates, coarse)
         query_rows = tile.QueryRows(
             q_ptr + b * T * (H * (D + R)) + h * (D + R), do_ptr + b * T * (H * V) + h * V, lse_ptr + (b * H + h) * T, delta_ptr + (b * H + h) * T,
             position_ptr + b * T, start_ptr + b * T, end_ptr + b * T, q_segments_ptr + b * T, query_seen_ptr + b * T)
@@ -338,13 +363,15 @@ def key_gradient_kernel(
         # Partly visible tiles, fully visible ones, partly visible ones, as in the forward kernel.
         for part in tl.static_range(3):
             if tile.part_runs(part, sizes, masking, RIGHT >= 0, LEFT >= 0):
-                dk, dk_rope, dv = _key_gradient_tiles(
-                    dk, dk_rope, dv, k, rope, v, spans, tiles, query_rows, keys, head, lengths, sizes, scoring, masking, part)
+                dk, dk_rope, dgates, dv = _key_gradient_tiles(
+                    dk, dk_rope, dgates, dv, k, rope, v, spans, tiles, query_rows, keys, head, lengths, sizes, scoring, masking, part)
+        if ALIBI == tile.GATES:
+            tl.store(dmore_ptr + (b * H + h) * S + columns, dgates, mask=columns < S)
 
     tile.store_rows(dk_ptr + b * S * (K * D) + kh * D, (dk * SCALE).to(dk_ptr.dtype.element_ty), first, K * D, S, D, BK, BLOCK_D)
     tile.store_rows(dv_ptr + b * S * (K * V) + kh * V, dv.to(dv_ptr.dtype.element_ty), first, K * V, S, V, BK, BLOCK_V)
     if R > 0:
-        tile.store_rows(dk_rope_ptr + (b * K + kh) * S * R, dk_rope * SCALE, first, R, S, R, BK, BLOCK_R)
+        tile.store_rows(dmore_ptr + (b * K + kh) * S * R, dk_rope * SCALE, first, R, S, R, BK, BLOCK_R)
 
 
 @triton.jit
@@ -398,7 +425,7 @@ def bias_gradient_kernel(
             for i in range(m, m_hi):
                 rows = i * BQ + tl.arange(0, BQ)  # [BQ]
                 queries = tile.query_rows(rows, b, row_arrays, lengths, masking)
-                query_tile = _load_query_tile(q_ptr, do_ptr, lse_ptr, delta_ptr, b, h, i * BQ, rows, rows < T, T, sizes, True)
+                query_tile = _load_query_tile(q_ptr, do_ptr, lse_ptr, delta_ptr, b, h, i * BQ, rows, rows < T, head, T, sizes, ALIBI, True)
                 # The gradient of the scores after the soft cap, which the bias is added to.
                 for j in range(n, n_hi):
                     _, _, _, _, after, _ = _score_gradients(

@@ -12,6 +12,7 @@ from ...dispatch import DeviceFacts, FORWARD, Problem
 from ...launch import given, Launcher, LOG2E, NOTHING, result, result_like
 from ...launch.fields import Block, check_fields, Count, Float32Dot, Programs, Registers, RowBlock, Warps
 from ...launch.sizes import cdiv, fitting, padded, rows_of, too_large
+from .. import log_forget
 from ..core import problem_of
 from ..cotangents import clean_cotangent, row_terms, sinks_gradient, sum_batch
 from ..masks import tile_table
@@ -27,10 +28,11 @@ from .hopper import tile_sizes as hopper
 OPAQUE = True
 PARTS = {
     "forward": FORWARD,
-    "key_gradient": "q k v",
+    "key_gradient": "q k v log_forget",
     "query_gradient": "q bias alibi_slopes sinks",
 }  # Hopper's key gradients come with `q`
 MAX_HEAD_DIM = 256
+GATES = 2  # of the kernels' ALIBI, `tile.GATES`
 _CACHED_BYTES = 24 * 2**20
 _MOST_CANDIDATES = 12  # of each kernel
 Sizes = Callable[[str, Problem, DeviceFacts], list[tuple[int, ...]]]
@@ -124,6 +126,8 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
             if reason is not None:
                 return f"{kernel} with hopper_programs={tile.hopper_programs} {reason}"
         needed, sizes = _needed_memory(kernel, problem, tile), f"{tile.block_q}x{tile.block_k}"
+        if problem.flag("log_forget") and max(tile.block_q, tile.block_k) > log_forget.CHUNK:
+            return f"{kernel} takes tiles of up to {log_forget.CHUNK} queries and keys with log_forget, not {sizes}"
         reason = too_large(kernel, sizes, tile.num_stages, needed, device)
         if reason is not None and tile != _SMALLEST:
             return reason
@@ -252,18 +256,27 @@ def gradients(
     if arrays.bias is not None:
         # A bias of minus infinity also hides entries, though the kernels see no mask.
         dout = clean_cotangent(dout, empty)
+    launch, queries, shift = launcher(arrays, spec, config, k_rope), arrays.q.shape[1], 0
+    if arrays.log_forget is not None:  # the rest of the sum of gates at each query
+        begin = arrays.k.shape[1] + cdiv(arrays.k.shape[1], log_forget.CHUNK)
+        shift = launch.arrays["slopes"][..., begin : begin + queries]
     row_inputs = {
         "do": dout.astype(arrays.q.dtype),
-        "lse": jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E),
+        "lse": jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E - shift),
         "delta": delta,
     }
-    launch = launcher(arrays, spec, config, k_rope).knowing(row_inputs)
-    dk_rope = dslopes = None
+    launch = launch.knowing(row_inputs)
+    dmore = dslopes = dgates = None
     if config.key_gradient.hopper_programs and arrays.k.shape[1] > 0:
         dq, dk, dv = backward_call.gradients(launch, arrays, spec, config.key_gradient, empty)
     else:
-        dk, dk_rope, dv = _key_gradient(launch, arrays, spec, config.key_gradient)
+        dk, dmore, dv = _key_gradient(launch, arrays, spec, config.key_gradient)
         dq, dslopes = _query_gradient(launch, arrays, spec, config.query_gradient)
+    if arrays.log_forget is not None:
+        assert dslopes is not None and dmore is not None
+        dslopes, dgates = None, log_forget.gradient(arrays, spec, dslopes, dmore)
+    elif dslopes is not None and arrays.alibi_slopes is not None:
+        dslopes = sum_batch(dslopes.sum(-1), arrays.alibi_slopes)
     dbias, bias = None, arrays.bias
     if bias is not None:
         if spec.listed:  # every tile of the bias has a gradient, of hidden ones zero
@@ -273,42 +286,47 @@ def gradients(
     dsinks = None
     if arrays.sinks is not None:
         dsinks = sum_batch(sinks_gradient(arrays, lse, delta), arrays.sinks)
-    return AttentionGrads(dq, dk, dv, dbias, dslopes, dsinks), dk_rope
+    return AttentionGrads(dq, dk, dv, dbias, dslopes, dsinks, dgates), None if k_rope is None else dmore
 
 
 def _key_gradient(
     launch: Launcher, arrays: AttentionArrays, spec: AttentionSpec, tile: TileConfig
 ) -> tuple[Array, Array | None, Array]:
-    """Each head has a part of the gradient of shared keys, in float32. A program that summed over heads itself would spill registers."""
+    """Each head has a part of the gradient of shared keys, in float32. A program that summed over heads itself would spill registers. With gates,
+    instead of that the sums of the scores' gradient over each key's queries `[B, H, S]`."""
     tiles, numbers = _tiled(arrays, spec, tile, by_key=True)
     (batch, keys, heads, _), k_rope = arrays.k.shape, launch.arrays["k_rope"]
-    shared = NOTHING if k_rope is None else result(batch, heads, keys, k_rope.shape[-1])
+    more = NOTHING if k_rope is None else result(batch, heads, keys, k_rope.shape[-1])
+    more = more if arrays.log_forget is None else result(batch, arrays.q.shape[2], keys)
     results = launch(
         backward_kernels.key_gradient_kernel,
         tile,
-        {"dk": result_like(arrays.k), "dk_rope": shared, "dv": result_like(arrays.v)},
+        {"dk": result_like(arrays.k), "dmore": more, "dv": result_like(arrays.v)},
         cdiv(keys, tile.block_k) * batch * heads,
         tiles,
         **numbers,
     )
-    return results["dk"], None if k_rope is None else results["dk_rope"].sum(1), results["dv"]
+    return results["dk"], results["dmore"] if k_rope is None else results["dmore"].sum(1), results["dv"]
 
 
 def _query_gradient(
     launch: Launcher, arrays: AttentionArrays, spec: AttentionSpec, tile: TileConfig
 ) -> tuple[Array, Array | None]:
+    """And the parts of the slopes' gradient `[B, H, tiles]` or, with gates, the sums of the scores' gradient over each query's keys `[B, H, T]`."""
     batch, queries, heads, _ = arrays.q.shape
-    count, slopes = cdiv(queries, tile.block_q), arrays.alibi_slopes
+    count = cdiv(queries, tile.block_q)
+    dslope = NOTHING if arrays.alibi_slopes is None else result(batch, heads, count)
+    dslope = dslope if arrays.log_forget is None else result(batch, heads, queries)
     tiles, numbers = _tiled(arrays, spec, tile)
     results = launch(
         backward_kernels.query_gradient_kernel,
         tile,
-        {"dq": result_like(arrays.q), "dslope": NOTHING if slopes is None else result(batch, heads, count)},
+        {"dq": result_like(arrays.q), "dslope": dslope},
         count * batch * heads,
         tiles,
         **numbers,
     )
-    return results["dq"], None if slopes is None else sum_batch(results["dslope"].sum(-1), slopes)
+    return results["dq"], None if dslope is NOTHING else results["dslope"]
 
 
 def _bias_gradient(launch: Launcher, bias: Array, arrays: AttentionArrays, tile: TileConfig) -> Array:
@@ -337,8 +355,9 @@ def launcher(
     is_float32, ragged = arrays.q.dtype == jnp.float32, _ragged(arrays)
     rate, rows = spec.dropout_rate, arrays.rows
     queries_seen, keys_seen = tile_table.seen(arrays, spec) if ragged else (None, None)
+    gates = None if arrays.log_forget is None else log_forget.for_tiles(arrays, spec, LOG2E)
     small = dict(
-        slopes=arrays.alibi_slopes, sinks=arrays.sinks, q_segments=arrays.q_segments, kv_segments=arrays.kv_segments,
+        slopes=arrays.alibi_slopes if gates is None else gates, sinks=arrays.sinks, q_segments=arrays.q_segments, kv_segments=arrays.kv_segments,
         start=rows and rows.start, end=rows and rows.end, position=rows and rows.position,
         query_seen=queries_seen, key_seen=keys_seen, map=None if arrays.blocks is None else arrays.blocks.astype(jnp.int8),
     )  # fmt: skip
@@ -348,7 +367,8 @@ def launcher(
         q=arrays.q, k=arrays.k, k_rope=k_rope, v=arrays.v, bias=arrays.bias, mask=mask, seeds=arrays.seeds
     )
     named |= dict.fromkeys(("row", "list", "pattern", "bits"))
-    folded = arrays.bias is None and arrays.alibi_slopes is None and spec.scale > 0
+    finite = arrays.bias is None and arrays.alibi_slopes is None and spec.scale > 0
+    folded = finite and gates is None
     # In the order of the kernels' tuples: lengths and sizes, how bias and mask are shared, scoring, masking.
     numbers = dict(
         B=batch, T=queries, S=keys, offset=spec.offset, H=heads, K=kv_heads, D=dim, R=rope, V=values,
@@ -361,12 +381,12 @@ def launcher(
         SEED_WORDS=2 if arrays.seeds is None else arrays.seeds.shape[-1], KEEP_SCALE=1.0 / (1.0 - rate),
         PRECISION=config.float32_dot if is_float32 else "ieee",
         LEFT=-1 if spec.left is None else spec.left, RIGHT=-1 if spec.right is None else spec.right, ROWS=rows is not None,
-        **given(ALIBI=arrays.alibi_slopes, SINKS=arrays.sinks, SEGMENTS=arrays.q_segments), MASK=_axes(arrays.mask, arrays),
+        ALIBI=arrays.alibi_slopes is not None if gates is None else GATES, **given(SINKS=arrays.sinks, SEGMENTS=arrays.q_segments), MASK=_axes(arrays.mask, arrays),
         LISTED=0, BITS=0, MAP_HEADS=arrays.blocks is not None and arrays.blocks.shape[1] > 1,
         **dict(zip(("MAP_Q", "MAP_K"), spec.block_size or (0, 0), strict=True)),
         # Whether a row may see nothing in its first tile: impossible if every row sees key 0. A window bounded only on the right
         # that leaves a row without keys has already become ranges.
-        GUARD=spec.listed or ragged or arrays.mask is not None or not folded or spec.left is not None,
+        GUARD=spec.listed or ragged or arrays.mask is not None or not finite or spec.left is not None,
         # Whether a query that is not padding may still see no key: then its contents must be zeroed. Lists decide for themselves.
         CLEAN=arrays.mask is not None or (arrays.q_segments is not None and not spec.same_segments),
         GROUP=_group(arrays, spec),

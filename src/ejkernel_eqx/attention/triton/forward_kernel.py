@@ -10,7 +10,7 @@ from . import tile
 # fmt: off
 @triton.jit
 def _attend_tiles(
-    acc, total, top, q, q_rope,  # [BQ, BLOCK_V], [BQ], [BQ], [BQ, BLOCK_D], [BQ, BLOCK_R]
+    acc, total, top, q, q_rope, coarse,  # [BQ, BLOCK_V], [BQ], [BQ], [BQ, BLOCK_D], [BQ, BLOCK_R], []
     spans, tiles, key_rows, queries, head, lengths,
     sizes: tl.constexpr, scoring: tl.constexpr, masking: tl.constexpr, GUARD: tl.constexpr, PART: tl.constexpr,
 ):
@@ -30,7 +30,7 @@ def _attend_tiles(
             n = entry
             entry = tl.load(tiles.list + at + 1).to(tl.int32)
         first = n * BK
-        keys, ok = tile.key_columns(first, key_rows, S, BK, CHECK, MASKED and masking.SEGMENTS)
+        keys, ok = tile.key_columns(first, key_rows, head, S, BK, BOUND, CHECK, MASKED and masking.SEGMENTS, scoring.ALIBI)
         # Products by the head's keys and by those that all heads share.
         k = tile.load_rows(key_rows.k, first, sizes.K * sizes.D, ok, S, sizes.D, BK, sizes.BLOCK_D, BOUND, CHECK)  # [BK, BLOCK_D]
         qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BQ, BK]
@@ -51,12 +51,18 @@ def _attend_tiles(
                 # A key that no row of the tile sees may hold NaN, and 0 * NaN is NaN.
                 v = tl.where((tl.max(seen.to(tl.int32), axis=0) > 0)[:, None], v, 0.0)
         # Online softmax: weights are relative to the new maximum, and earlier sums are scaled by `alpha`.
-        new_top = tl.maximum(top, tl.max(s, axis=1) * scoring.MULTIPLIER)  # [BQ]
+        most = tl.max(s, axis=1) * scoring.MULTIPLIER  # [BQ]
+        if scoring.ALIBI == tile.GATES:  # all scores lack what coarse sums add to them
+            most += coarse - keys.coarse
+        new_top = tl.maximum(top, most)  # [BQ]
         shift = new_top
         if GUARD:
             # Rows that have seen no key yet: subtracting minus infinity from itself would be NaN.
             shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # [BQ]
-        p = tl.exp2(s * scoring.MULTIPLIER - shift[:, None])  # [BQ, BK]
+        lower = shift
+        if scoring.ALIBI == tile.GATES:
+            lower = shift - (coarse - keys.coarse)  # [BQ]
+        p = tl.exp2(s * scoring.MULTIPLIER - lower[:, None])  # [BQ, BK]
         alpha = tl.exp2(top - shift)  # [BQ]
         total = total * alpha + tl.sum(p, axis=1)  # [BQ]
         # Dropout applies to the weights of the values, not to the denominator.
@@ -73,7 +79,7 @@ def _attend_tiles(
 @triton.jit
 def forward_kernel(
     q_ptr, k_ptr, k_rope_ptr, v_ptr,  # [B, T, H, D + R], [B, S, K, D], [B, S, R] if R > 0, [B, S, K, V]
-    bias_ptr, slopes_ptr, sinks_ptr, mask_ptr,  # bias and mask as in `over_scores`; [B, H] each
+    bias_ptr, slopes_ptr, sinks_ptr, mask_ptr,  # bias and mask as in `over_scores`; slopes as in `HeadArrays`; [B, H]
     q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr, position_ptr, key_seen_ptr,  # [B, T] and, of keys, [B, S]
     seeds_ptr, tiles_ptr,  # [B, H, SEED_WORDS], [B, tiles, 4] or of lists [rows, tiles, 8]
     row_ptr, list_ptr, pattern_ptr, bits_ptr, map_ptr,  # of lists, as in `TileLists`; the map as in `map_of`
@@ -107,6 +113,9 @@ def forward_kernel(
     # What determines the visibility of these queries, and the terms of their scores besides q . k.
     queries = tile.query_rows(rows, b, row_arrays, lengths, masking)
     head = tile.head_of(head_arrays, b, h, lengths, H, scoring, masking)
+    coarse = 0.0
+    if ALIBI == tile.GATES:
+        coarse = tile.coarse_of(head.gates, T, first)
 
     q, q_rope = tile.load_queries(q_ptr + b * T * (H * (D + R)) + h * (D + R), first, inside, T, sizes, not EVEN_Q, False)
     key_rows = tile.KeyRows(
@@ -117,6 +126,8 @@ def forward_kernel(
     if SINKS:
         top = tl.zeros([BQ], tl.float32) + tl.load(sinks_ptr + b * H + h) * LOG2E  # [BQ]
         total = tl.full([BQ], 1.0, tl.float32)  # [BQ]
+        if ALIBI == tile.GATES:  # scores lack the rest of the queries' sums
+            top -= tl.load(head.gates + rows, mask=inside, other=0.0)  # [BQ]
     else:
         top = tl.full([BQ], float("-inf"), tl.float32)  # [BQ]
         total = tl.zeros([BQ], tl.float32)  # [BQ]
@@ -126,11 +137,13 @@ def forward_kernel(
     for part in tl.static_range(3):
         if tile.part_runs(part, sizes, masking, LEFT >= 0, RIGHT >= 0 or not EVEN_K):
             acc, total, top = _attend_tiles(
-                acc, total, top, q, q_rope, spans, tiles, key_rows, queries, head, lengths, sizes, scoring, masking, GUARD, part)
+                acc, total, top, q, q_rope, coarse, spans, tiles, key_rows, queries, head, lengths, sizes, scoring, masking, GUARD, part)
 
     # out = acc / total, lse = top + log(total); 0 and minus infinity for a row that saw no key.
     some = total > 0  # [BQ]
     acc = acc * (1.0 / tl.where(some, total, 1.0))[:, None]  # [BQ, BLOCK_V]
+    if ALIBI == tile.GATES:
+        top += tl.load(head.gates + rows, mask=inside, other=0.0)  # [BQ]
     lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf"))  # [BQ]
     tile.store_rows(out_ptr + b * T * (H * V) + h * V, acc.to(out_ptr.dtype.element_ty), first, H * V, T, V, BQ, BLOCK_V)
     tl.store(lse_ptr + (b * H + h) * T + rows, lse, mask=inside)

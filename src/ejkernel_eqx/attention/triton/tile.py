@@ -12,12 +12,14 @@ import triton
 import triton.language as tl
 
 from ...launch.constants import LOG2E, MOST_NATURAL
-from .. import philox
+from .. import log_forget, philox
 
 # Bits of BIAS and MASK besides 1 (present): which of the batch, head, query and key axes are not broadcast, and whether batch rows share rows.
 OVER_BATCH, OVER_HEADS, OVER_QUERIES, OVER_KEYS, SHARED = (tl.constexpr(2 << axis) for axis in range(5))
 
 PHILOX_ROUNDS = tl.constexpr(philox.ROUNDS)
+SLOPES, GATES = tl.constexpr(1), tl.constexpr(2)  # of ALIBI: what the pointer `slopes` holds
+CHUNK = tl.constexpr(log_forget.CHUNK)
 LARGE_CAP = tl.constexpr(100.0)  # a cap from which on absolute errors of its tanh would be seen
 PHILOX_M0, PHILOX_M1 = (tl.constexpr(word) for word in philox.MULTIPLIERS)
 PHILOX_W0, PHILOX_W1 = (tl.constexpr(word) for word in philox.WEYL)
@@ -33,15 +35,18 @@ Masking = namedtuple("Masking", "LEFT RIGHT ROWS SEGMENTS MASK LISTED BITS MAP_H
 Lengths = namedtuple("Lengths", "T S offset")
 # Pointers to numbers of each query, [B, T], and of each key, [B, S].
 RowArrays = namedtuple("RowArrays", "position start end q_segments kv_segments key_seen query_seen", defaults=(0,))  # fmt: skip
-# Pointers to what differs between heads: [B, H], [B, H, SEED_WORDS], bias and mask as in `over_scores`, the map as in `map_of`.
+# Pointers to what differs between heads: [B, H] or of forget gates [B, H, n] as in `log_forget.for_tiles` in units of log2,
+# [B, H, SEED_WORDS], bias and mask as in `over_scores`, the map as in `map_of`.
 HeadArrays = namedtuple("HeadArrays", "slopes seeds bias bias_run bias_rows mask mask_run mask_rows map")
 # Pointers to bounds of tiles, [B, tiles, 4] or of lists [rows, tiles, 8], and to the lists as in `TileLists`.
 TileArrays = namedtuple("TileArrays", "tiles row list pattern bits")
-# One head's slope, seed words and place in dropout's counter, [] each; and where its bias, its mask and its map begin.
-Head = namedtuple("Head", "slope seed0 seed1 ahead bias mask map")
-# The numbers of a tile's queries, [BQ, 1] each, and of its keys, [1, BK] each; where keys are the rows, [1, BQ] and [BK, 1].
+# One head's slope, [], or where its gates' sums of keys begin, and of queries; seed words and place in dropout's counter, [] each; and where its bias, its
+# mask and its map begin.
+Head = namedtuple("Head", "slope gates seed0 seed1 ahead bias mask map")
+# The numbers of a tile's queries, [BQ, 1] each, and of its keys, [1, BK] each; where keys are the rows, [1, BQ] and [BK, 1]. `gates`: what is
+# left of their sums beside `coarse`, [].
 Queries = namedtuple("Queries", "i position start end segment")
-Keys = namedtuple("Keys", "j segment")
+Keys = namedtuple("Keys", "j segment gates coarse")
 # Where one head's queries, cotangents, terms of the softmax and the numbers of its queries begin; and the same of its keys.
 QueryRows = namedtuple("QueryRows", "q do lse delta position start end segments seen")
 KeyRows = namedtuple("KeyRows", "k rope v segments seen")
@@ -87,7 +92,8 @@ def query_rows(rows, b, arrays, lengths, masking: tl.constexpr):  # rows [BQ]
 
 
 @triton.jit
-def key_columns(first, key_rows, S, BK: tl.constexpr, CHECK: tl.constexpr, SEGMENTS: tl.constexpr):
+def key_columns(first, key_rows, head, S, BK: tl.constexpr, BOUND: tl.constexpr, CHECK: tl.constexpr, SEGMENTS: tl.constexpr,
+                ALIBI: tl.constexpr):  # fmt: skip
     """The numbers of the keys from `first` on, as a row, and which of them are read `[BK]`. `CHECK`: keys that no query may see can hold anything, so they
     are not read."""
     columns = first + tl.arange(0, BK)  # [BK]
@@ -98,15 +104,33 @@ def key_columns(first, key_rows, S, BK: tl.constexpr, CHECK: tl.constexpr, SEGME
         ok = ok & (tl.load(key_rows.seen + columns, mask=ok, other=0) != 0)
     if SEGMENTS:
         segment = tl.load(key_rows.segments + columns, mask=columns < S, other=-1)[None, :]  # [1, BK]
-    return Keys(j, segment), ok
+    gates = j
+    coarse = 0.0
+    if ALIBI == GATES:
+        within = columns < S if BOUND else columns >= 0  # [BK]
+        gates = tl.load(head.slope + columns, mask=within, other=0.0)[None, :]  # [1, BK]
+        coarse = coarse_of(head.slope, S, first)
+    return Keys(j, segment, gates, coarse), ok
+
+
+@triton.jit
+def coarse_of(sums, length, first):
+    """The coarse sum of gates of the tile from `first` on, behind the rests of `length` tokens."""
+    return tl.load(sums + length + first // CHUNK)
 
 
 @triton.jit
 def head_of(arrays, b, h, lengths, H: tl.constexpr, scoring: tl.constexpr, masking: tl.constexpr):
     """Scalars and pointers of head `h` of batch row `b`."""
     slope = 0.0  # [] each
-    if scoring.ALIBI:
+    gates = arrays.slopes
+    if scoring.ALIBI == SLOPES:
         slope = tl.load(arrays.slopes + b * H + h)
+    if scoring.ALIBI == GATES:
+        keys = lengths.S + tl.cdiv(lengths.S, CHUNK)
+        queries = lengths.T + tl.cdiv(lengths.T, CHUNK)
+        slope = arrays.slopes + (b * H + h) * (tl.cdiv(keys + queries, 16) * 16)
+        gates = slope + keys
     seed0 = tl.zeros([], tl.uint32)
     seed1 = tl.zeros([], tl.uint32)
     ahead = tl.zeros([], tl.uint32)
@@ -118,7 +142,8 @@ def head_of(arrays, b, h, lengths, H: tl.constexpr, scoring: tl.constexpr, maski
             ahead = tl.load(seeds + 2)
     bias = over_scores(arrays.bias, b, h, arrays.bias_run, arrays.bias_rows, lengths, H, scoring.BIAS)
     mask = over_scores(arrays.mask, b, h, arrays.mask_run, arrays.mask_rows, lengths, H, masking.MASK)
-    return Head(slope, seed0, seed1, ahead, bias, mask, map_of(arrays.map, b, h, lengths, H, masking))
+    place = map_of(arrays.map, b, h, lengths, H, masking)
+    return Head(slope, gates, seed0, seed1, ahead, bias, mask, place)
 
 
 @triton.jit
@@ -182,7 +207,9 @@ def scores(qk, queries, keys, head, lengths, scoring: tl.constexpr):
         # Bias and ALiBi come after the soft cap, in natural units.
         if scoring.BIAS:
             s += bias_in_log2(load_over_scores(head.bias, queries.i, keys.j, lengths, scoring.BIAS))
-        if scoring.ALIBI:
+        if scoring.ALIBI == GATES:
+            s -= keys.gates
+        elif scoring.ALIBI:
             s += (head.slope * LOG2E) * (keys.j - queries.position).to(tl.float32)  # [BQ, BK]
     return s, t
 
@@ -192,7 +219,7 @@ def visible(queries, keys, bits, head, lengths, masking: tl.constexpr, BOUND: tl
     """Visibility of each entry of the tile; keys past the end are excluded only with `BOUND`, queries past the end never. `bits`: those of the
     tile's pattern, `[BQ, BK]`."""
     i, position, start, end, q_segment = queries
-    j, k_segment = keys
+    j, k_segment, _, _ = keys
     # The range: the row's own, or one that moves by one key per query.
     if masking.ROWS:
         seen = (j >= start) & (j < end)  # [BQ, BK]

@@ -154,6 +154,8 @@ def _favourite_128(kernel: str, problem: Problem, device: DeviceFacts) -> tuple[
             limited = limits_registers(device) and register_limits_measured(device)
             widest = (128, 64, 8, 3) if device.capability[0] == 10 else (128, 128, 8, 3)
             return (*((SIDE_BY_SIDE,) if limited else ()), widest)
+        if problem.flag("log_forget") and device.capability[0] == 9 and not packed:
+            return ((128, 128, 8, 3),)
         return ((64, 32, 4, 3),) if problem.flag("segments") else ()
     if kernel == "key_gradient":
         plain = problem.flag("causal") and not (packed or _windowed(problem) or problem.flag("soft_cap"))

@@ -19,6 +19,7 @@ _REFUSED = {
     "bias": "takes no bias",
     "mask": "takes no mask of all scores",
     "alibi_slopes": "takes no ALiBi slopes",
+    "log_forget": "takes no log_forget",
     "dropout": "has no dropout",
     "score_mod": "takes no score_mod",
     "negative_scale": "takes positive scales",

@@ -1,0 +1,105 @@
+"""Forget gates: their cumulative sums in two parts, for kernels that subtract sums of near tokens, and the gradient of the gates."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from .._shapes import as_value, is_symbolic
+from ..core.arguments import accumulator
+from .cotangents import sum_batch
+from .masks import tile_table
+from .spec import AttentionArrays, AttentionSpec
+
+CHUNK = 128
+"""Tokens that have one coarse sum; tiles of kernels are no larger."""
+
+
+def of_tokens(arrays: AttentionArrays, spec: AttentionSpec) -> AttentionArrays:
+    """The arrays with 0 for the gates of keys that no query may see, which can be NaN."""
+    log_forget, lengths = arrays.log_forget, (arrays.q.shape[1], arrays.k.shape[1])
+    plain = arrays.rows is None and arrays.q_segments is None
+    if log_forget is None or (plain and not any(map(is_symbolic, lengths)) and spec.covers(*lengths)):
+        return arrays
+    seen = tile_table.seen(arrays, spec).keys[..., None] > 0
+    return arrays._replace(log_forget=jnp.where(seen, log_forget, 0))
+
+
+def sums(arrays: AttentionArrays) -> tuple[Array, Array]:
+    """The sum of the gates up to each key, its own included, in two parts `[B or 1, H, S]`, float32 (float64 for float64): a coarse one for each
+    chunk of tokens, and the rest.
+
+    Differences of coarse parts are exact, those of the rest are small: `(a - b) + (c - d)` loses nothing that a difference of
+    rounded sums would, however long the row.
+    """
+    assert arrays.log_forget is not None
+    x = arrays.log_forget.astype(accumulator(arrays.q.dtype)).swapaxes(1, 2)  # [B or 1, H, S]
+    if is_symbolic(length := x.shape[-1]):
+        return jnp.cumsum(x, -1), jnp.zeros_like(x)
+    inside = _cumulative(_in_chunks(x))
+    totals = inside[..., -1]
+    # Multiples of a power of two, of which float32 holds so many that their sums are exact.
+    most = 1 + jnp.abs(totals).sum(-1, keepdims=True)
+    step = jnp.ldexp(jnp.ones_like(most), jnp.frexp(most)[1] - 22)
+    coarse = jnp.round(totals / step) * step
+    both = jnp.stack([coarse, totals - coarse])
+    coarse, rest = (_cumulative(both) - both)[..., None] + jnp.stack([jnp.zeros_like(inside), inside])
+    return _whole(coarse, length), _whole(rest, length)
+
+
+def for_tiles(arrays: AttentionArrays, spec: AttentionSpec, unit: float) -> Array:
+    """`unit` times the sums, as kernels read them, `[B or 1, H, n]`: the rest of each key, the coarse part of each chunk of keys, and the same at the
+    positions of queries, in chunks of queries; then zeros up to a multiple of 16."""
+    coarse, rest = sums(arrays._replace(log_forget=unit * jnp.asarray(arrays.log_forget, jnp.float32)))
+    ours, own = (at_positions(x, arrays, spec) for x in (coarse, rest))
+    first = ours[..., ::CHUNK]
+    own = own + (ours - jnp.repeat(first, CHUNK, axis=-1)[..., : own.shape[-1]])
+    parts = [
+        jnp.broadcast_to(x, (*own.shape[:2], x.shape[-1])) for x in (rest, coarse[..., ::CHUNK], own, first)
+    ]
+    every = jnp.concatenate(parts, -1)
+    return jnp.pad(every, ((0, 0), (0, 0), (0, -every.shape[-1] % 16)))
+
+
+def _in_chunks(x: Array) -> Array:
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[-1] % CHUNK)))
+    return x.reshape(*x.shape[:2], -1, CHUNK)
+
+
+def _whole(x: Array, length: int) -> Array:
+    """Undoes `_in_chunks`."""
+    return x.reshape(*x.shape[:2], -1)[..., :length]
+
+
+def _cumulative(x: Array, reverse: bool = False) -> Array:
+    """Cumulative sums along the last axis: as one product, where others take many launches on a GPU."""
+    if (length := x.shape[-1]) > 1024:
+        return jax.lax.cumsum(x, x.ndim - 1, reverse=reverse)
+    ones = jnp.tri(length, dtype=x.dtype)
+    return jnp.matmul(x, ones if reverse else ones.T, precision="highest")
+
+
+def at_positions(x: Array, arrays: AttentionArrays, spec: AttentionSpec) -> Array:
+    """`x [B or 1, H, S]` at the positions of queries, `[B or 1, H, T]`; of those outside of the keys at the nearest."""
+    queries, keys = arrays.q.shape[1], x.shape[-1]
+    if arrays.rows is None and spec.offset == 0 and queries == keys:
+        return x
+    position = jnp.arange(queries, dtype=jnp.int32)[None] + as_value(spec.offset)
+    position = jnp.clip(position if arrays.rows is None else arrays.rows.position, 0, keys - 1)[:, None]
+    batch = max(x.shape[0], position.shape[0])
+    x, position = (jnp.broadcast_to(a, (batch, *a.shape[1:])) for a in (x, position))
+    return jnp.take_along_axis(x, position, axis=-1)
+
+
+def gradient(arrays: AttentionArrays, spec: AttentionSpec, by_query: Array, by_key: Array) -> Array:
+    """The gradient of the gates from sums of the scores' gradients over each query's keys `[B, H, T]` and each key's queries `[B, H, S]`: of a sum of
+    gates, which queries at its token add and its key subtracts, and so of every gate up to it."""
+    log_forget = arrays.log_forget
+    assert log_forget is not None
+    (added,) = jax.linear_transpose(lambda x: at_positions(x, arrays, spec), by_key)(by_query)
+    if is_symbolic(length := by_key.shape[-1]):
+        behind = jax.lax.cumsum(added - by_key, 2, reverse=True)
+    else:
+        inside = _cumulative(_in_chunks(added - by_key), reverse=True)
+        totals = inside[..., 0]
+        behind = _whole(inside + (_cumulative(totals, reverse=True) - totals)[..., None], length)
+    return sum_batch(behind, log_forget).swapaxes(1, 2).astype(log_forget.dtype)
