@@ -144,6 +144,17 @@ def test_the_next_platform_is_asked_when_one_does_not_support_the_problem():
     assert chosen(problem(500)) == (SlowConfig(0), Tier.HEURISTIC)
 
 
+def test_what_a_platform_runs_by_request_alone():
+    selection = toy.chosen(problem(new=True))
+    assert selection.config == SlowConfig(0)
+    assert (Platform.PALLAS, "takes what is new by name only") in selection.rejected
+    assert chosen(problem(new=True), platform="pallas") == (FastConfig(0), Tier.HEURISTIC)
+    assert chosen(problem(new=True), config=FastConfig(3)) == (FastConfig(3), Tier.OVERRIDE)
+    # The tuner asks for one platform.
+    snapshot = dispatch.take_snapshot(OPERATION)
+    assert dispatch.select(snapshot, problem(new=True), platform=Platform.PALLAS).config == FastConfig(0)
+
+
 def test_an_entry_serves_its_bucket_only():
     learn(FastConfig(9), problem(64))
     assert chosen(problem(33)) == chosen(problem(64)) == (FastConfig(9), Tier.MEMORY)

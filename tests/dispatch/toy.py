@@ -56,6 +56,10 @@ class Toy:
 class Fast(Toy):
     config_type, most = FastConfig, 100
 
+    @classmethod
+    def by_request(cls, problem, device):
+        return "takes what is new by name only" if problem.flag("new") else None
+
 
 @kernel_registry.register(OPERATION, "xla", "any", priority=10)
 class Slow(Toy):

@@ -66,6 +66,10 @@ class PlatformHooks:
         """The reason why the platform cannot run anything on the device; `None` if it can."""
         return None
 
+    def by_request(self, problem: Problem, device: DeviceFacts) -> str | None:
+        """The reason why the platform runs a problem only if it is requested by name; `None` if it may be chosen."""
+        return None
+
     def config_unsupported(self, config: Any, problem: Problem, device: DeviceFacts) -> str | None:
         """The reason why a configuration cannot run the problem, as far as can be told without compiling; `None` if no reason is known."""
         return None

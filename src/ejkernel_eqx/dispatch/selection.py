@@ -190,7 +190,8 @@ def select(
     answers: dict[Key, tuple[Known, Tier]] | None = None,
 ) -> Selection:
     """The first platform that supports the problem, with its configuration, or a later one that tables show to be faster for exactly this
-    problem or, if they know neither, at the nearest shape. `direction`: whose times decide, `FORWARD` or `BOTH`.
+    problem or, if they know neither, at the nearest shape. `direction`: whose times decide, `FORWARD` or `BOTH`. What a platform runs by request
+    alone it gets only if it is named.
 
     Pure unless `tuning`, which lets the autotune tier run if the policy deems the tables insufficient. `platform` restricts the choice to
     one platform. `answers` receives what was known about the supporting platforms, and from which tier: first those passed over, because all
@@ -204,6 +205,8 @@ def select(
         if platform not in (None, implementation.platform):
             continue
         reason = implementation.unsupported(problem, snapshot.device)
+        if reason is None and platform is snapshot.requested is snapshot.override is None:
+            reason = implementation.hooks.by_request(problem, snapshot.device)
         if reason is None:
             known, tier = _first_answer(snapshot, implementation, problem, tuning and chosen is None)
             answer = _Answer(name, implementation, known, tier)
