@@ -4,8 +4,8 @@
     python -m benchmarks losses --problems 'N8192 E4096' --platforms default,xla
     python -m benchmarks losses --render losses.json --markdown losses.md
 
-The baseline is the products alone, in 16 bits: one forward, three with gradients, and one more for a teacher. `chunks` is ours where it would hold
-the logits of all tokens, with chunks of 0.4 GB in their place.
+The baseline is the products alone, in 16 bits: one forward, three with gradients, and one more for a teacher. `chunks` is ours with chunks of as many
+tokens as there are features, where all tokens would be one chunk.
 """
 
 import dataclasses
@@ -192,14 +192,14 @@ class Losses(runner.Family):
 
 
 def _in_chunks(problem: LossProblem) -> Any:
-    """The configuration with chunks of the default size, where by default all tokens are one."""
+    """The configuration with chunks, where by default all tokens are one."""
     if problem.form != ENTROPY or jax.default_backend() != "gpu":
         return None
     inputs = jax.eval_shape(lambda: make_inputs(problem))
     given = ejx.inputs(inputs.learned["x"], inputs.constants["labels"], inputs.learned["weight"])
     chosen = selections_of(ejx.LinearCrossEntropy(), given)[0].config
-    size = getattr(chosen, "chunk_size", 0)
-    if getattr(chosen, "grad_chunk_size", size) == size:
+    size = max(getattr(chosen, "chunk_size", problem.N), problem.E)
+    if getattr(chosen, "grad_chunk_size", 0) < problem.N or size >= problem.N:
         return None
     return dataclasses.replace(chosen, grad_chunk_size=size)
 

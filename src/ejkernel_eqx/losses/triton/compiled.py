@@ -11,7 +11,8 @@ from jax import Array, lax
 from ...core.platforms import Interpreted, kernels_unavailable
 from ...dispatch import DeviceFacts, Problem
 from ...launch import given, Launcher, NOTHING, result, result_like
-from ...launch.fields import check_fields, power_of_two, Warps, whole
+from ...launch.fields import check_fields, one_of, power_of_two, whole
+from ...launch.sizes import cdiv, padded
 from .. import passes
 from ..chunks import Named, product
 from ..spec import LossArrays, LossSpec
@@ -32,6 +33,8 @@ from . import kernels
 OPAQUE = True
 _BYTES = 400 * 10**6
 """Of the logits of a chunk, by default."""
+_BLOCK = 16384
+"""Logits that a program reads at a time: so few programs run at once that their rows stay in the cache for a second reading."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +45,9 @@ class TritonConfig:
     chunk_size: Annotated[int, whole(1, 2**30)]
     grad_chunk_size: Annotated[int, whole(1, 2**30)]
     block_v: Annotated[int, power_of_two(128)]
-    num_warps: Warps
+    num_warps: Annotated[int, one_of(1, 2, 4, 8, 16, 32)]
+    fast_exp: bool = True
+    """Whether NVIDIA's approximate instruction computes exponentials (error 2e-7), with 0 for denormal numbers."""
 
     __post_init__ = check_fields
 
@@ -63,16 +68,22 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     """Configurations worth timing, the heuristic first."""
     words, item = problem.dim("V"), jnp.dtype(problem.dtype("x")).itemsize
     fit = lambda size: max(1, size // 128 * 128 or size)
-    chunk = fit(_BYTES // (words * item))
+    alone = fit(_BYTES // (words * item))
+    # The weight's gradient takes memory after the logits of the last chunk do: as much as those of so many tokens.
+    chunk = max(alone, fit(problem.dim("E")))
     # One chunk needs no sum in float32, and logits of as many bytes may take its place.
+    most = 2 * problem.dim("E") + alone
     every = problem.dim("B") * problem.dim("M") * problem.dim("N")
-    most = chunk + 2 * problem.dim("E")
     is_one = problem.dtype("x") == "bfloat16" and every <= most
-    sizes = (most if is_one else chunk, chunk, fit(chunk // 2), 2 * chunk)
-    tiles = ((8192, 16), (4096, 8), (16384, 16), (4096, 16))
-    return list(
-        dict.fromkeys(TritonConfig(chunk, size, *tile) for size in dict.fromkeys(sizes) for tile in tiles)
-    )
+    sizes = (most if is_one else chunk, chunk, alone, fit(chunk // 2), 2 * chunk)
+    is_nvidia = device.vendor == "nvidia"
+    block = min(_BLOCK if is_nvidia else _BLOCK // 2, padded(words, 512))
+    tiles = [
+        (block, block // 512),
+        (block, max(1, block // 1024)),
+        (max(128, block // 4), max(1, block // 1024)),
+    ]
+    return list(dict.fromkeys(TritonConfig(alone, n, *tile, is_nvidia) for n in sizes for tile in tiles))
 
 
 def over_chunks(
@@ -104,7 +115,8 @@ backward = functools.partial(passes.backward, over_chunks)
 def _added(chunk: Any, tokens: Any, size: int) -> Any:
     """`chunk(tokens, dtype)` of at most `size` tokens at a time: what it returns of each token, and the sums of the others, in this dtype."""
     count = len(tokens["labels"])
-    turns = -(-count // size) - 1
+    turns = cdiv(count, size) - 1
+    size = min(size, 128 * cdiv(count, 128 * (turns + 1)))
     # The first chunk is the one that may be smaller. Its sums are those that others are added to.
     first = count - turns * size
     # A sum that nothing is added to is rounded as soon as it is complete; float16 waits for the scalar that makes a mean of it.
@@ -181,6 +193,7 @@ def _launch(
         "TEMPERATURE": spec.temperature,
         "PART": has_part,
         "SLOPE": slope is not None,
+        "FAST": config.fast_exp,
         **given(BIAS=arrays["bias"], **{name.upper(): of.get(name) for name in Slope._fields[2:]}),
         **{name.upper(): flag for name, flag in flags.items()},
     }
@@ -197,5 +210,5 @@ def _launch(
     return Part(**part), made.get("logits", logits)
 
 
-interpreted = Interpreted(__name__, TritonConfig(5, 4, 128, 1))
+interpreted = Interpreted(__name__, TritonConfig(5, 4, 128, 1), fast_exp=False)
 """The same kernel on the host, with small chunks: platform `triton-interpret`."""

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LEAST = tl.constexpr(-3.4028234663852886e38)  # of float32
+LEAST = tl.constexpr(-2.3e38)  # in units of e, of exponents that are finite in powers of two
 
 
 @triton.jit
@@ -23,13 +23,35 @@ def _curved(raw, CAP: tl.constexpr, TEMPERATURE: tl.constexpr):
 
 
 @triton.jit
-def _tile(logits, bias_ptr, v, place, exact, V: tl.constexpr, BIAS: tl.constexpr):
-    """Logits of these words; that of the label is `exact`. Minus infinity past the end."""
+def _exp2(x, FAST: tl.constexpr):
+    """`FAST`: NVIDIA's instruction alone, with 0 for denormal numbers."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tl.exp2(x)
+
+
+@triton.jit
+def _tile(
+    logits, bias_ptr, start, offsets, place, exact, V: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, TEMPERATURE: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Logits of the words from `start` on, and the derivative of cap and temperature; that of the label is `exact`. Minus infinity past the end."""
+    v = start + offsets
     inside = v < V
-    raw = tl.load(logits + v, mask=inside, other=float("-inf")).to(tl.float32)  # of the shape of v
+    raw = tl.load(logits + v, mask=inside, other=float("-inf")).to(
+        tl.float32
+    )  # of the shape of v, as all below
     if BIAS:
-        raw += tl.load(bias_ptr + v, mask=inside, other=0.0).to(tl.float32)  # of the shape of v
-    return tl.where(v == place, exact, raw)
+        raw += tl.load(bias_ptr + v, mask=inside, other=0.0).to(tl.float32)
+    # Most tiles do not have the label.
+    if (place >= start) & (place < start + BLOCK_V):
+        raw = tl.where(v == place, exact, raw)
+    l, curve = _curved(raw, CAP, TEMPERATURE)
+    if CAP > 0:
+        l = tl.where(inside, l, float("-inf"))
+    return l, curve
 
 
 @triton.jit
@@ -58,7 +80,7 @@ def rows_kernel(
     largest_ptr, exponentials_ptr, target_ptr, total_ptr, weighted_ptr,  # [N] each: the part
     V: tl.constexpr, STRIDE: tl.constexpr, E: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, TEMPERATURE: tl.constexpr,
     TOTAL: tl.constexpr, WEIGHTED: tl.constexpr, OF_P_LSE: tl.constexpr, OF_P_LOG_P: tl.constexpr, OF_ALL: tl.constexpr,
-    PART: tl.constexpr, SLOPE: tl.constexpr, BLOCK_V: tl.constexpr,
+    PART: tl.constexpr, SLOPE: tl.constexpr, BLOCK_V: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     # Rows have `STRIDE` numbers, of which those past `V` are no logits, and have a gradient of 0.
     # With `PART` the numbers of `statistics.Part`; with `SLOPE` the gradient that `statistics.Slope` describes, written over the logits.
@@ -92,24 +114,26 @@ def rows_kernel(
             total = tl.zeros([ROWS], tl.float32)
             weighted = tl.zeros([ROWS], tl.float32)
             for start in range(0, V, BLOCK_V):
-                v = start + offsets  # [ROWS, 8]
-                l, _ = _curved(_tile(logits, bias_ptr, v, place, exact, V, BIAS), CAP, TEMPERATURE)
+                l, _ = _tile(
+                    logits, bias_ptr, start, offsets, place, exact, V, BIAS, CAP, TEMPERATURE, BLOCK_V
+                )
                 if TOTAL:
-                    total += tl.sum(tl.where(v < V, l, 0.0), 1)  # [ROWS]
-                if CAP > 0:
-                    l = tl.where(v < V, l, float("-inf"))  # [ROWS, 8]
+                    total += tl.sum(tl.where(start + offsets < V, l, 0.0), 1)  # [ROWS]
                 larger = tl.maximum(most, tl.max(l, 1))  # [ROWS]
-                scale = tl.exp2((most - larger) * LOG2E)  # [ROWS]
-                power = tl.exp2((l - larger[:, None]) * LOG2E)  # [ROWS, 8]
+                # The product is rounded once for a thread, so a difference is one operation. It is 0 where nothing was larger.
+                scale = tl.where(larger > most, _exp2((most - larger) * LOG2E, FAST), 1.0)  # [ROWS]
+                shifted = l * LOG2E - (larger * LOG2E)[:, None]  # [ROWS, 8]
+                power = _exp2(shifted, FAST)  # [ROWS, 8]
                 if WEIGHTED:
                     # 0 times minus infinity is 0.
-                    shifted = tl.where(power > 0, power * (l - larger[:, None]), 0.0)  # [ROWS, 8]
-                    moved = tl.where(scale > 0, scale * (weighted + (most - larger) * sums), 0.0)  # [ROWS]
-                    weighted = moved + tl.sum(shifted, 1)  # [ROWS]
+                    moved = tl.where(
+                        scale > 0, scale * (weighted + (most - larger) * LOG2E * sums), 0.0
+                    )  # [ROWS]
+                    weighted = moved + tl.sum(tl.where(power > 0, power * shifted, 0.0), 1)  # [ROWS]
                 sums = sums * scale + tl.sum(power, 1)  # [ROWS]
                 most = larger  # [ROWS]
             largest = tl.max(most, 0)
-            scale = tl.exp2((most - largest) * LOG2E)  # [ROWS]
+            scale = _exp2((most - largest) * LOG2E, FAST)  # [ROWS]
             exponentials = tl.sum(sums * scale, 0)
             lse = largest + tl.log(exponentials)
             tl.store(largest_ptr + row, largest)
@@ -120,10 +144,11 @@ def rows_kernel(
             if TOTAL:
                 tl.store(total_ptr + row, tl.sum(total, 0))
             if WEIGHTED:
-                moved = tl.where(scale > 0, scale * (weighted + (most - largest) * sums), 0.0)  # [ROWS]
-                shifted = tl.sum(moved, 0)
-                tl.store(weighted_ptr + row, shifted)
-                entropy = tl.log(exponentials) - shifted / exponentials
+                moved = tl.where(
+                    scale > 0, scale * (weighted / LOG2E + (most - largest) * sums), 0.0
+                )  # [ROWS]
+                tl.store(weighted_ptr + row, tl.sum(moved, 0))
+                entropy = tl.log(exponentials) - tl.sum(moved, 0) / exponentials
         else:
             lse = tl.load(lse_ptr + row)
             if OF_P_LOG_P:
@@ -131,7 +156,6 @@ def rows_kernel(
         if SLOPE:
             of_p = tl.load(of_p_ptr + row)
             of_label = tl.load(of_label_ptr + row)
-            of_all = 0.0
             if OF_P_LSE:
                 of_p += tl.load(of_p_lse_ptr + row) * lse
             if OF_P_LOG_P:
@@ -141,11 +165,17 @@ def rows_kernel(
                 of_all = tl.load(of_all_ptr + row)
             for start in range(0, STRIDE, BLOCK_V):
                 v = start + offsets  # [ROWS, 8], as all below
-                l, curve = _curved(_tile(logits, bias_ptr, v, place, exact, V, BIAS), CAP, TEMPERATURE)
-                p = tl.exp2((l - lse) * LOG2E)
-                slope = p * of_p + tl.where(v == place, of_label, 0.0) + of_all
+                l, curve = _tile(
+                    logits, bias_ptr, start, offsets, place, exact, V, BIAS, CAP, TEMPERATURE, BLOCK_V
+                )
+                p = _exp2(l * LOG2E - lse * LOG2E, FAST)
+                slope = p * of_p
+                if OF_ALL:
+                    slope += of_all
                 if OF_P_LOG_P:
                     slope += of_p_log_p * tl.where(p > 0, p * (l - lse), 0.0)
+                if (place >= start) & (place < start + BLOCK_V):
+                    slope += tl.where(v == place, of_label, 0.0)
                 if STRIDE > V:
                     slope = tl.where(v < V, slope, 0.0)
                 tl.store(logits + v, (slope * curve).to(logits_ptr.dtype.element_ty), mask=v < STRIDE)
