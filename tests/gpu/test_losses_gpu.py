@@ -89,7 +89,7 @@ def test_past_two_gigabytes():
     tokens, words = 20_000, 131_072
     x = jax.random.normal(jax.random.key(0), (tokens, 64), jnp.bfloat16)
     weight = jax.random.normal(jax.random.key(1), (words, 64), jnp.bfloat16)
-    labels = jax.random.randint(jax.random.key(2), tokens, 0, words)
+    labels = jax.random.randint(jax.random.key(2), (tokens,), 0, words)
     config = dataclasses.replace(
         candidates(OPERATION, example_problem(OPERATION, dict(N=tokens, E=64, V=words), "bfloat16", {}))[0],
         chunk_size=tokens,

@@ -31,7 +31,7 @@ def of_logits(x, weight, labels, bias, token_weights, **options) -> Any:
     )
 
 
-def linear(x, weight, labels, bias, token_weights, platform="xla", **options) -> Any:
+def linear(x, weight, labels, bias, token_weights, platform: Any = "xla", **options) -> Any:
     operation = ejx.LinearCrossEntropy(**options, platform=platform, config=config_of(platform, 4))
     return operation(x, labels, weight, bias, token_weights, return_statistics=True)
 

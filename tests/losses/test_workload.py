@@ -62,4 +62,4 @@ def test_one_chunk_where_its_logits_take_no_more_than_a_sum():
     assert size_of(model | dict(N=8192)) == (1536, 1536 + 2 * 4096)
     assert size_of(model | dict(N=16384)) == size_of(model | dict(N=8192), "float16") == (1536, 4096)
     assert size_of(dict(N=16384, E=1024, V=50304)) == (3968, 3968)
-    assert size_of(dict(N=5, E=64, V=50), "float32") == (1_999_872, 1_999_872)
+    assert size_of(dict(N=5, E=64, V=50), "float32") == (2_000_000, 2_000_000)

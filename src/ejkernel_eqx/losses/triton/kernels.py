@@ -48,7 +48,7 @@ def _tile(
     # Most tiles do not have the label.
     if (place >= start) & (place < start + BLOCK_V):
         raw = tl.where(v == place, exact, raw)
-    l, curve = _curved(raw, CAP, TEMPERATURE)
+    l, curve = _curved(raw, CAP, TEMPERATURE)  # pyright: ignore[reportGeneralTypeIssues]
     if CAP > 0:
         l = tl.where(inside, l, float("-inf"))
     return l, curve
