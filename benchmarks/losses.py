@@ -154,7 +154,7 @@ def _liger(tensors: Tensors) -> Any:
 
 class Losses(runner.Family):
     name, title, description, lists = "losses", "Losses", __doc__, PROBLEMS
-    packages, with_out = ("torch", "liger_kernel"), True
+    packages, once = ("torch", "liger_kernel"), True
     extremes = (
         runner.Extreme("lowest share of the products' speed", runner.entry("of_products"), min),
         runner.Extreme("most temporary memory, GB", runner.entry("temporary_gb"), max),

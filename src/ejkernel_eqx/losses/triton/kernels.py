@@ -34,41 +34,41 @@ def _exp2(x, FAST: tl.constexpr):
 
 @triton.jit
 def _tile(
-    logits, bias_ptr, start, offsets, place, exact, V: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, TEMPERATURE: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """Logits of the words from `start` on, and the derivative of cap and temperature; that of the label is `exact`. Minus infinity past the end."""
-    v = start + offsets
-    inside = v < V
-    raw = tl.load(logits + v, mask=inside, other=float("-inf")).to(
-        tl.float32
-    )  # of the shape of v, as all below
+    raw, bias_ptr, v, V: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, TEMPERATURE: tl.constexpr
+):
+    """Logits of the words `v`, and the derivative of cap and temperature. Minus infinity past the end."""
+    raw = raw.to(tl.float32)  # of the shape of v, as all below
     if BIAS:
-        raw += tl.load(bias_ptr + v, mask=inside, other=0.0).to(tl.float32)
-    # Most tiles do not have the label.
-    if (place >= start) & (place < start + BLOCK_V):
-        raw = tl.where(v == place, exact, raw)
+        raw += tl.load(bias_ptr + v, mask=v < V, other=0.0).to(tl.float32)
     l, curve = _curved(raw, CAP, TEMPERATURE)  # pyright: ignore[reportGeneralTypeIssues]
     if CAP > 0:
-        l = tl.where(inside, l, float("-inf"))
+        l = tl.where(v < V, l, float("-inf"))
     return l, curve
 
 
 @triton.jit
-def _exact(x, weight_ptr, bias_ptr, place, E: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
-    """The logit of the label in float32, before cap and temperature; 0 if it is not among these words."""
-    is_here = place >= 0
+def _slope(p, log_p, of_p, of_p_log_p, of_all, OF_P_LOG_P: tl.constexpr, OF_ALL: tl.constexpr):
+    """`statistics.Slope`, but for what the label has besides."""
+    slope = p * of_p  # of the shape of p
+    if OF_P_LOG_P:
+        # 0 times minus infinity is 0.
+        slope += of_p_log_p * tl.where(p > 0, p * log_p, 0.0)
+    if OF_ALL:
+        slope += of_all
+    return slope
+
+
+@triton.jit
+def _products(x, weight_ptr, place, E: tl.constexpr, BLOCK: tl.constexpr):
+    """Their sum is the logit of the label in float32, without the bias; 0 if it is not among these words."""
     row = weight_ptr + tl.maximum(place, 0).to(tl.int64) * E
     products = tl.zeros([BLOCK], tl.float32)  # [BLOCK]
     for start in range(0, E, BLOCK):
         e = start + tl.arange(0, BLOCK)  # [BLOCK]
         a = tl.load(x + e, mask=e < E, other=0.0).to(tl.float32)  # [BLOCK]
-        b = tl.load(row + e, mask=(e < E) & is_here, other=0.0).to(tl.float32)  # [BLOCK]
+        b = tl.load(row + e, mask=(e < E) & (place >= 0), other=0.0).to(tl.float32)  # [BLOCK]
         products += a * b  # [BLOCK]
-    exact = tl.sum(products, 0)
-    if BIAS:
-        exact += tl.load(bias_ptr + place, mask=is_here, other=0.0).to(tl.float32)
-    return exact
+    return products
 
 
 @triton.jit
@@ -89,7 +89,6 @@ def rows_kernel(
     place = tl.load(places_ptr + row)
     # A label among the words of another device is at no column, also not at one past the end.
     place = tl.where(place < V, place, -1)
-    # A thread has neighbouring columns, and a maximum and sums of its own, so nothing is exchanged before the end.
     ROWS: tl.constexpr = BLOCK_V // 8
     offsets = tl.arange(0, ROWS)[:, None] * 8 + tl.arange(0, 8)[None, :]  # [ROWS, 8]
     if tl.load(labels_ptr + row) < 0:
@@ -107,55 +106,68 @@ def rows_kernel(
                 v = start + offsets  # [ROWS, 8]
                 tl.store(logits + v, tl.zeros([ROWS, 8], logits_ptr.dtype.element_ty), mask=v < STRIDE)
     else:
-        exact = _exact(x_ptr + row * E, weight_ptr, bias_ptr, place, E, BIAS, ROWS)
+        products = _products(x_ptr + row * E, weight_ptr, place, E, ROWS)  # [ROWS]
+        bias = 0.0
+        if BIAS:
+            bias = tl.load(bias_ptr + place, mask=place >= 0, other=0.0).to(tl.float32)
         if PART:
+            # A thread has neighbouring columns, and a maximum and sums of its own, so nothing is exchanged before the end.
             most = tl.full([ROWS], LEAST, tl.float32)  # [ROWS], as all of these
             sums = tl.zeros([ROWS], tl.float32)
             total = tl.zeros([ROWS], tl.float32)
             weighted = tl.zeros([ROWS], tl.float32)
+            raw = tl.load(logits + offsets, mask=offsets < V, other=float("-inf"))  # [ROWS, 8]
             for start in range(0, V, BLOCK_V):
-                l, _ = _tile(
-                    logits, bias_ptr, start, offsets, place, exact, V, BIAS, CAP, TEMPERATURE, BLOCK_V
-                )
+                v = start + offsets  # [ROWS, 8]
+                # The next tile is on its way while this one is computed.
+                ahead = tl.load(logits + v + BLOCK_V, mask=v + BLOCK_V < V, other=float("-inf"))  # [ROWS, 8]
+                l, _ = _tile(raw, bias_ptr, v, V, BIAS, CAP, TEMPERATURE)
                 if TOTAL:
-                    total += tl.sum(tl.where(start + offsets < V, l, 0.0), 1)  # [ROWS]
+                    total += tl.sum(tl.where((v < V) & (v != place), l, 0.0), 1)  # [ROWS]
+                # The rounded logit of the label is left out. Most tiles do not have it.
+                if (place >= start) & (place < start + BLOCK_V):
+                    l = tl.where(v == place, float("-inf"), l)  # [ROWS, 8]
                 larger = tl.maximum(most, tl.max(l, 1))  # [ROWS]
                 # The product is rounded once for a thread, so a difference is one operation. It is 0 where nothing was larger.
                 scale = tl.where(larger > most, _exp2((most - larger) * LOG2E, FAST), 1.0)  # [ROWS]
                 shifted = l * LOG2E - (larger * LOG2E)[:, None]  # [ROWS, 8]
                 power = _exp2(shifted, FAST)  # [ROWS, 8]
                 if WEIGHTED:
-                    # 0 times minus infinity is 0.
-                    moved = tl.where(
-                        scale > 0, scale * (weighted + (most - larger) * LOG2E * sums), 0.0
-                    )  # [ROWS]
-                    weighted = moved + tl.sum(tl.where(power > 0, power * shifted, 0.0), 1)  # [ROWS]
+                    moved = weighted + (most - larger) * LOG2E * sums  # [ROWS]
+                    weighted = tl.where(scale > 0, scale * moved, 0.0)  # [ROWS]
+                    weighted += tl.sum(tl.where(power > 0, power * shifted, 0.0), 1)  # [ROWS]
                 sums = sums * scale + tl.sum(power, 1)  # [ROWS]
                 most = larger  # [ROWS]
-            largest = tl.max(most, 0)
-            scale = _exp2((most - largest) * LOG2E, FAST)  # [ROWS]
-            exponentials = tl.sum(sums * scale, 0)
+                raw = ahead  # [ROWS, 8]
+        target, curve_of_label = _curved(tl.sum(products, 0) + bias, CAP, TEMPERATURE)  # pyright: ignore[reportGeneralTypeIssues]
+        if PART:
+            own = tl.where(place >= 0, target, LEAST)
+            largest = tl.maximum(tl.max(most, 0), own)
+            scale = tl.exp2((most - largest) * LOG2E)  # [ROWS]
+            power_of_label = tl.exp2((own - largest) * LOG2E)
+            exponentials = tl.sum(sums * scale, 0) + power_of_label
             lse = largest + tl.log(exponentials)
             tl.store(largest_ptr + row, largest)
             tl.store(exponentials_ptr + row, exponentials)
-            # Of a label that is not among these words it is 0, and no cap or temperature makes another number of that.
-            target, _ = _curved(exact, CAP, TEMPERATURE)
+            # Of a label that is not among these words it is 0, of which no cap or temperature makes another number.
             tl.store(target_ptr + row, target)
             if TOTAL:
-                tl.store(total_ptr + row, tl.sum(total, 0))
+                tl.store(total_ptr + row, tl.sum(total, 0) + target)
             if WEIGHTED:
                 moved = tl.where(
                     scale > 0, scale * (weighted / LOG2E + (most - largest) * sums), 0.0
                 )  # [ROWS]
-                tl.store(weighted_ptr + row, tl.sum(moved, 0))
-                entropy = tl.log(exponentials) - tl.sum(moved, 0) / exponentials
+                shifted_sum = tl.sum(moved, 0) + tl.where(place >= 0, power_of_label * (own - largest), 0.0)
+                tl.store(weighted_ptr + row, shifted_sum)
+                entropy = tl.log(exponentials) - shifted_sum / exponentials
         else:
             lse = tl.load(lse_ptr + row)
             if OF_P_LOG_P:
                 entropy = tl.load(entropy_ptr + row)
         if SLOPE:
             of_p = tl.load(of_p_ptr + row)
-            of_label = tl.load(of_label_ptr + row)
+            of_p_log_p = 0.0
+            of_all = 0.0
             if OF_P_LSE:
                 of_p += tl.load(of_p_lse_ptr + row) * lse
             if OF_P_LOG_P:
@@ -163,19 +175,25 @@ def rows_kernel(
                 of_p += of_p_log_p * entropy
             if OF_ALL:
                 of_all = tl.load(of_all_ptr + row)
-            for start in range(0, STRIDE, BLOCK_V):
-                v = start + offsets  # [ROWS, 8], as all below
-                l, curve = _tile(
-                    logits, bias_ptr, start, offsets, place, exact, V, BIAS, CAP, TEMPERATURE, BLOCK_V
-                )
+            # Backwards: what was read last is most likely in the cache.
+            LAST: tl.constexpr = (STRIDE - 1) // BLOCK_V * BLOCK_V
+            v = LAST + offsets  # [ROWS, 8]
+            raw = tl.load(logits + v, mask=v < V, other=float("-inf"))  # [ROWS, 8]
+            for back in range(0, STRIDE, BLOCK_V):
+                v = LAST - back + offsets  # [ROWS, 8], as all below
+                # After the first tile it is read once more, for nothing.
+                before = tl.maximum(LAST - back - BLOCK_V, 0) + offsets
+                ahead = tl.load(logits + before, mask=before < V, other=float("-inf"))
+                l, curve = _tile(raw, bias_ptr, v, V, BIAS, CAP, TEMPERATURE)
                 p = _exp2(l * LOG2E - lse * LOG2E, FAST)
-                slope = p * of_p
-                if OF_ALL:
-                    slope += of_all
-                if OF_P_LOG_P:
-                    slope += of_p_log_p * tl.where(p > 0, p * (l - lse), 0.0)
-                if (place >= start) & (place < start + BLOCK_V):
-                    slope += tl.where(v == place, of_label, 0.0)
+                slope = _slope(p, l - lse, of_p, of_p_log_p, of_all, OF_P_LOG_P, OF_ALL)
                 if STRIDE > V:
                     slope = tl.where(v < V, slope, 0.0)
                 tl.store(logits + v, (slope * curve).to(logits_ptr.dtype.element_ty), mask=v < STRIDE)
+                raw = ahead
+            if place >= 0:
+                tl.debug_barrier()
+                p = tl.exp2((target - lse) * LOG2E)
+                slope = _slope(p, target - lse, of_p, of_p_log_p, of_all, OF_P_LOG_P, OF_ALL)
+                slope = (slope + tl.load(of_label_ptr + row)) * curve_of_label
+                tl.store(logits + place, slope.to(logits_ptr.dtype.element_ty))
