@@ -33,7 +33,7 @@ from . import kernels
 OPAQUE = True
 _BYTES = 400 * 10**6
 """Of the logits of a chunk, by default."""
-_TILES = ((8192, 32), (8192, 16), (4096, 16), (4096, 8))
+_TILES = ((4096, 16), (4096, 8), (8192, 16), (8192, 32))
 """Logits that a program reads at a time, in 16 bits, and its warps; the best first, as measured on an H200."""
 
 
