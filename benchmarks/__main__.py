@@ -6,7 +6,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-FAMILIES = "attention linear cells decode sparse pooling moe moe-layer quantised latent native-sparse".split()
+FAMILIES = (
+    "attention linear cells decode sparse pooling losses moe moe-layer quantised latent native-sparse".split()
+)
 """The benchmarks of `runner.py`."""
 SCRIPTS = "decode-gaps devices everything float8-loss generate host-cost mask-construction platform-times ring".split()
 SCRIPTS += "serving-steps tpu-static train-step tune".split()

@@ -17,7 +17,17 @@ from typing import Any, NamedTuple
 import jax
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-_PACKAGES = ("jax", "jaxlib", "triton", "jax-triton", "torch", "fla-core", "mamba-ssm", "ejkernel-eqx")
+_PACKAGES = (
+    "jax",
+    "jaxlib",
+    "triton",
+    "jax-triton",
+    "torch",
+    "fla-core",
+    "mamba-ssm",
+    "liger-kernel",
+    "ejkernel-eqx",
+)
 
 
 def environment(commit: str | None = None) -> dict[str, Any]:

@@ -77,7 +77,7 @@ OPERATIONS: dict[str, Family] = {
     "grouped_matmul": Family("matmul", "matmul", _ON_TPU),
     "matmul": Family("dense_matmul", "matmul.dense"),
     "scaled_matmul": Family("scaled_matmul", "matmul.float8"),
-    "linear_cross_entropy": Family("losses", "losses", ("xla",)),
+    "linear_cross_entropy": Family("losses", "losses"),
     "linear_divergence": Family("losses", "losses", ("xla",)),
     "mean_pooling": Family("pooling", "pooling"),
     "recurrent": Family("cells", "cells"),

@@ -15,6 +15,7 @@ import pytest
 from benchmarks import (
     attention,
     latent,
+    losses,
     moe,
     native_sparse,
     pooling,
@@ -84,6 +85,14 @@ RUNS = {
         "lowest ratio, forward",
         {"default", "jax.numpy", pooling.COPY},
         (pooling.COPY,),
+        1e-5,
+    ),
+    "losses": Run(
+        "",
+        "| forward KL N48 E8 V50 float32 |",
+        "lowest share of the products' speed, forward",
+        {"default", losses.PRODUCTS},
+        (losses.PRODUCTS,),
         1e-5,
     ),
     "sparse": Run(
@@ -223,7 +232,7 @@ def test_candidates_stand_side_by_side(tmp_path):
     assert all(row["ms"] > 0 and row["errors"] and row["config_from"] == "overlay" for row in rows)
 
 
-FORMS = [(module, problem) for module in (pooling, sparse) for problem in module.PROBLEMS["tiny"]]
+FORMS = [(module, problem) for module in (pooling, sparse, losses) for problem in module.PROBLEMS["tiny"]]
 
 
 @pytest.mark.few(3)

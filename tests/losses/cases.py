@@ -17,7 +17,7 @@ Named = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`lead` tokens with 8 features; `ignored` have no label, and NaN as features."""
+    """`lead` tokens; `ignored` have no label, and NaN as features."""
 
     lead: tuple[int, ...] = (2, 9)
     vocabulary: int = 11
@@ -27,20 +27,35 @@ class Case:
     weighted: bool = False
     ignored: int = 0
     chunk: int = 4
+    features: int = 8
 
-    def operation(self) -> ejx.LinearCrossEntropy:
-        return ejx.LinearCrossEntropy(**self.options, config=XlaConfig(self.chunk))
+    def operation(self, platform: Any = "xla") -> ejx.LinearCrossEntropy:
+        return ejx.LinearCrossEntropy(
+            **self.options, platform=platform, config=config_of(platform, self.chunk)
+        )
+
+
+def config_of(platform: str, chunk: int) -> Any:
+    """So many tokens in a chunk; of Triton's, small tiles."""
+    if platform == "xla":
+        return XlaConfig(chunk)
+    from ejkernel_eqx.losses.triton.compiled import TritonConfig
+
+    return TritonConfig(chunk + 1, chunk, 128, 1)
 
 
 def make(case: Case, seed: int = 0) -> tuple[Named, np.ndarray, Any]:
     """The float inputs of a call by name, the labels, and a cotangent."""
     rng = np.random.default_rng(seed)
     labels = rng.integers(0, case.vocabulary, case.lead)
-    x = rng.standard_normal((*case.lead, 8))
+    x = rng.standard_normal((*case.lead, case.features))
     for at in rng.choice(labels.size, case.ignored, replace=False):
         place = np.unravel_index(at, case.lead)
         labels[place], x[place] = -1 - at % 2, np.nan
-    inputs = {"x": x, "weight": rng.standard_normal((case.vocabulary, 8)) / 2}
+    inputs = {
+        "x": x,
+        "weight": rng.standard_normal((case.vocabulary, case.features)) * (2 / case.features) ** 0.5,
+    }
     inputs = {name: jnp.asarray(x, case.dtype) for name, x in inputs.items()}
     if case.bias:
         inputs["bias"] = jnp.asarray(rng.standard_normal(case.vocabulary), "float32")

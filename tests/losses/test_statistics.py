@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
-from tests.attention.dense import quick
-from tests.losses.cases import Case, exact, make, results, XlaConfig
+from tests.agreement import platforms
+from tests.attention.dense import INTERPRET, quick
+from tests.losses.cases import Case, config_of, exact, make, results, XlaConfig
 from tests.nn.checks import refuses
 from tests.tolerances import assert_close
 
+platform = platforms()
 CASE = Case((3, 7), ignored=5, bias=True, weighted=True)
 OPTIONS: dict[str, Any] = {
     "plain": {},
@@ -29,8 +31,8 @@ def of_logits(x, weight, labels, bias, token_weights, **options) -> Any:
     )
 
 
-def linear(x, weight, labels, bias, token_weights, **options) -> Any:
-    operation = ejx.LinearCrossEntropy(**options, config=XlaConfig(4))
+def linear(x, weight, labels, bias, token_weights, platform: Any = "xla", **options) -> Any:
+    operation = ejx.LinearCrossEntropy(**options, platform=platform, config=config_of(platform, 4))
     return operation(x, labels, weight, bias, token_weights, return_statistics=True)
 
 
@@ -69,8 +71,11 @@ def everything(function, inputs, labels) -> dict[str, Any]:
     return named | grads
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("function", [linear, of_logits])
+interpreted = functools.partial(linear, platform=INTERPRET)
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("function", [linear, of_logits, interpreted])
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_agrees_with_the_formula(name, reduction, function):
@@ -98,11 +103,11 @@ def test_a_loss_with_statistics_takes_no_more_products():
     assert count(both, has_aux=True) == 3 and count(more) == 6
 
 
-def test_words_that_are_masked():
+def test_words_that_are_masked(platform):
     """Minus infinity as a bias: a probability of 0, without NaN in entropy and gradients."""
     x, w, labels = jnp.ones((2, 4)), jnp.ones((6, 4)), jnp.array([0, 1])
     bias = jnp.array([0.0, 0.0, -jnp.inf, -jnp.inf, 0.0, 0.0])
-    op = ejx.LinearCrossEntropy("none")
+    op = ejx.LinearCrossEntropy("none", platform=platform)
 
     def both(w):
         loss, each = op(x, labels, w, bias, return_statistics=True)

@@ -70,7 +70,7 @@ class LossKind(Kind):
         if "dx" not in saved or cotangents.keys() != {"out"}:
             return {}
         whole, parts = _of_all_devices(cotangents, spec)
-        factor = whole["out"].reshape(())
+        factor = wide(whole["out"]).reshape(())
         grads = {
             name: wide(saved[f"d{name}"]).reshape(getattr(arrays, name).shape) * factor
             for name in ("x", "weight", "bias")

@@ -32,7 +32,9 @@ class LinearCrossEntropy(Kernel):
     A mesh may split the tokens over some of its axes, and the vocabulary over another one. Its devices then exchange a few numbers of each token in
     one collective, and add up the gradient of `x`.
 
-    Platforms: XLA. Derivatives: reverse mode.
+    On the Triton platform logits are rounded to the dtype of `x`, except for those of the labels, which stay in float32.
+
+    Platforms: Triton (`"triton"`, `"triton-interpret"`; not for float64), XLA (`"xla"`). Derivatives: reverse mode.
     """
 
     operation: ClassVar[str] = "linear_cross_entropy"

@@ -31,7 +31,7 @@ class LinearDivergence(Kernel):
     gradients. Everything is computed in float32 (float64 for float64) from products of matrices in the dtype of the features. Gradients of
     a mean or a sum are computed together with it.
 
-    Platforms: XLA. Derivatives: reverse mode, in `x`, `weight`, `bias` and `token_weights`; none reaches the teacher.
+    Platforms: XLA (`"xla"`). Derivatives: reverse mode, in `x`, `weight`, `bias` and `token_weights`; none reaches the teacher.
     """
 
     operation: ClassVar[str] = "linear_divergence"

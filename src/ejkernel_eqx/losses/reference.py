@@ -12,7 +12,7 @@ from .spec import LossArrays, LossSpec
 
 
 def loss(arrays: LossArrays, spec: LossSpec) -> dict[str, Array]:
-    """`out [*]`, or `[*, M, N]` without a sum, and the statistics `[*, M, N]`, in float32 (float64 for float64 inputs)."""
+    """`out [*]`, or `[*, M, N]` without a sum, and the statistics `[*, M, N]` of a call that has them, in float32 (float64 for float64 inputs)."""
     wide = accumulator(arrays.x.dtype)
     real = arrays.labels >= 0
     logits = (
@@ -44,9 +44,11 @@ def _cross_entropy(
     target = jnp.take_along_axis(logits, jnp.maximum(arrays.labels, 0)[..., None], -1)[..., 0]
     smooth = spec.label_smoothing
     losses = lse - (1 - smooth) * target - smooth * jnp.mean(logits, -1) + spec.z_loss * lse**2
-    results = {"out": losses, "log_probs": target - lse, "lse": lse}
-    results["entropy"] = -jnp.sum(jnp.exp(log_p) * log_p, -1)
-    return results | {"margin": jax.lax.stop_gradient(target - jnp.max(logits, -1))}
+    if not spec.has_statistics:
+        return {"out": losses}
+    entropy = -jnp.sum(jnp.exp(log_p) * log_p, -1)
+    margin = jax.lax.stop_gradient(target - jnp.max(logits, -1))
+    return {"out": losses, "log_probs": target - lse, "lse": lse, "entropy": entropy, "margin": margin}
 
 
 def _teacher(arrays: LossArrays, spec: LossSpec, real: Array, wide: Any) -> Array:

@@ -33,12 +33,14 @@ class Tokens(NamedTuple):
 
 
 class Slope(NamedTuple):
-    """The gradient of a token's logits before cap and temperature, `p (of_p + of_p_log_p log p) + of_label [v = y] + of_all`."""
+    """The gradient of a token's logits before cap and temperature, by numbers that do not depend on them:
+    `p (of_p + of_p_lse lse + of_p_log_p (log p + H)) + of_label [v = y] + of_all`."""
 
     of_p: Array
     of_label: Array
-    of_all: Array | None
+    of_p_lse: Array | None
     of_p_log_p: Array | None
+    of_all: Array | None
 
 
 def devices(spec: LossSpec) -> int:
@@ -140,19 +142,20 @@ def results_of(tokens: Tokens, is_real: Array, spec: LossSpec) -> dict[str, Arra
     return {name: jnp.where(is_real, x, jnp.zeros_like(x)) for name, x in results.items()}
 
 
-def slope_of(cotangents: Mapping[str, Array], tokens: Tokens, spec: LossSpec, words: int) -> Slope:
+def slope_of(cotangents: Mapping[str, Array], spec: LossSpec, words: int) -> Slope:
     """The slope of `results_of`, whose cotangents are 0 where they are absent."""
-    of_p = of_label = jnp.zeros_like(tokens.lse)
-    of_all = of_p_log_p = None
-    if (of_loss := cotangents.get("losses")) is not None:
-        of_p += of_loss * (1 + 2 * spec.z_loss * tokens.lse)
-        of_label -= of_loss * (1 - spec.label_smoothing)
+    like, of_loss, of_entropy = (
+        next(iter(cotangents.values())),
+        cotangents.get("losses"),
+        cotangents.get("entropy"),
+    )
+    of_p = of_label = jnp.zeros_like(like)
+    of_p_lse = of_all = None
+    if of_loss is not None:
+        of_p, of_label = of_loss, -of_loss * (1 - spec.label_smoothing)
+        of_p_lse = of_loss * (2 * spec.z_loss) if spec.z_loss else None
         of_all = -of_loss * (spec.label_smoothing / words) if spec.label_smoothing else None
     if (of_log_prob := cotangents.get("log_probs")) is not None:
         of_p, of_label = of_p - of_log_prob, of_label + of_log_prob
-    if (of_lse := cotangents.get("lse")) is not None:
-        of_p += of_lse
-    if (of_entropy := cotangents.get("entropy")) is not None:
-        assert tokens.entropy is not None
-        of_p, of_p_log_p = of_p - of_entropy * tokens.entropy, -of_entropy
-    return Slope(of_p, of_label, of_all, of_p_log_p)
+    of_p += cotangents.get("lse", 0)
+    return Slope(of_p, of_label, of_p_lse, None if of_entropy is None else -of_entropy, of_all)

@@ -1,10 +1,7 @@
-"""The cross entropy in plain XLA: a loop over chunks of tokens, whose logits are never held together.
-
-A reduced loss has one cotangent. So its gradients, but for that factor, are computed with the loss, from the same logits, and kept for the
-backward. Otherwise the backward computes the logits again.
-"""
+"""The losses in plain XLA: a loop over chunks of tokens, whose logits are never held together."""
 
 import dataclasses
+import functools
 from typing import Annotated
 
 import jax
@@ -14,6 +11,7 @@ from jax import Array, lax
 from ..core.arguments import accumulator
 from ..dispatch import DeviceFacts, Problem
 from ..launch.fields import check_fields, whole
+from . import passes
 from .chunks import logits_of, over_chunks, product
 from .divergence import divergence_of, teacher_log_probs
 from .spec import LossArrays, LossSpec, TOKENS
@@ -27,8 +25,8 @@ from .statistics import (
     Slope,
     slope_of,
     summed,
+    Tokens,
     tokens_of,
-    weights_of,
 )
 
 Named = dict[str, Array]
@@ -67,32 +65,6 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[XlaConfig]:
     return [XlaConfig(s) for s in dict.fromkeys(sizes)]
 
 
-def forward(arrays: LossArrays, spec: LossSpec, config: XlaConfig, *, save: bool = True) -> Named:
-    """`out`, the statistics of a call that has them, and what the backward needs of a sum of one row of the call."""
-    weights = weights_of(arrays.labels, arrays.token_weights, accumulator(arrays.x.dtype))
-    is_kept = save and spec.reduction == "sum" and arrays.x.shape[0] == 1
-    results, grads = _over_chunks(arrays, spec, config, {"losses": weights} if is_kept else {})
-    losses = results.pop("losses")
-    out = weights * losses
-    results["out"] = jnp.sum(out, (1, 2)) if spec.reduction == "sum" else out
-    if not is_kept:
-        return results
-    of_row = {f"d{name}": x[None] for name, x in grads.items() if name != "x"}
-    return results | {"losses": losses, "dx": grads["x"], **of_row}
-
-
-def backward(arrays: LossArrays, spec: LossSpec, config: XlaConfig, saved: Named, cotangents: Named) -> Named:
-    """The gradients of all float arrays, from logits that are computed again; those of weight and bias are summed over all rows."""
-    weights = weights_of(arrays.labels, arrays.token_weights, accumulator(arrays.x.dtype))
-    factor = cotangents.get("out", jnp.zeros_like(weights[:, 0, 0])).astype(weights.dtype)
-    each = factor[:, None, None] if factor.ndim == 1 else factor
-    others = {name: x for name, x in cotangents.items() if name not in ("out", "margin")}
-    others |= {"losses": weights * each} if "out" in cotangents else {}
-    spec = dataclasses.replace(spec, has_statistics="entropy" in others)
-    results, grads = _over_chunks(arrays, spec, config, others)
-    return grads | ({} if arrays.token_weights is None else {"token_weights": each * results["losses"]})
-
-
 def _over_chunks(
     arrays: LossArrays, spec: LossSpec, config: XlaConfig, cotangents: Named
 ) -> tuple[Named, Named]:
@@ -108,6 +80,10 @@ def _over_chunks(
     learned = {name: x for name, x in learned.items() if x is not None}
     results, of_tokens, sums = over_chunks(chunk, by_token | cotangents, config.chunk_size, learned)
     return results, of_tokens | sums
+
+
+forward = functools.partial(passes.forward, _over_chunks)
+backward = functools.partial(passes.backward, _over_chunks)
 
 
 def _chunk(arrays: LossArrays, spec: LossSpec, cotangents: Named) -> tuple[Named, Named, Named]:
@@ -132,7 +108,7 @@ def _chunk(arrays: LossArrays, spec: LossSpec, cotangents: Named) -> tuple[Named
         tokens = tokens_of(merged(part_of(logits, hit, spec), spec), words)
         results = results_of(tokens, real, spec)
         results["losses"] = jnp.where(labels < words, results["losses"], jnp.nan)
-        slope = _slope(logits, hit, tokens.lse, slope_of(cotangents, tokens, spec, words))
+        slope = _slope(logits, hit, tokens, slope_of(cotangents, spec, words)) if cotangents else logits
     if not cotangents:
         return results, {}, {}
     slope = jnp.where(real[:, None], slope if curve is None else slope * curve, zero)
@@ -142,11 +118,13 @@ def _chunk(arrays: LossArrays, spec: LossSpec, cotangents: Named) -> tuple[Named
     return results, {"x": dx}, sums | ({} if bias is None else {"bias": jnp.sum(slope, 0)})
 
 
-def _slope(logits: Array, hit: Array, lse: Array, slope: Slope) -> Array:
+def _slope(logits: Array, hit: Array, tokens: Tokens, slope: Slope) -> Array:
     """The gradient of the logits `[N, V]`."""
-    log_p = jnp.maximum(logits - lse[:, None], jnp.finfo(logits.dtype).min)
-    factor = slope.of_p[:, None]
+    log_p = jnp.maximum(logits - tokens.lse[:, None], jnp.finfo(logits.dtype).min)
+    factor = slope.of_p if slope.of_p_lse is None else slope.of_p + slope.of_p_lse * tokens.lse
+    factor = factor[:, None]
     if slope.of_p_log_p is not None:
-        factor = factor + slope.of_p_log_p[:, None] * log_p
+        assert tokens.entropy is not None
+        factor = factor + slope.of_p_log_p[:, None] * (log_p + tokens.entropy[:, None])
     total = jnp.exp(log_p) * factor + jnp.where(hit, slope.of_label[:, None], jnp.zeros_like(logits))
     return total if slope.of_all is None else total + slope.of_all[:, None]

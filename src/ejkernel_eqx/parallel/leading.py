@@ -307,13 +307,21 @@ def under_vmap(function: Callable[[Any], Any], rule: Callable[[int, Any, Any], A
 
 
 def _maps_all(
-    folded: Callable[[Arrays], Arrays], leading: Leading, wide: Arrays, is_mapped: Mapping[str, bool]
+    folded: Callable[[Arrays], Arrays],
+    leading: Leading,
+    wide: Arrays,
+    is_mapped: Mapping[str, bool],
 ) -> bool:
-    """Returns whether no shared array is mapped, and every result has the leading axes."""
+    """Returns whether no shared array is mapped, and every result has the leading axes and is one of a call alone, too."""
     if any(is_mapped[name] for name in leading.shared & wide.keys()):
         return False
-    outs = output_shapes(folded, wide) if leading.like and leading.shared & wide.keys() else {}
-    return not any(leading.is_alone(name, x) for name, x in outs.items())
+    if not (leading.like and leading.shared & wide.keys()):
+        return True
+    outs = output_shapes(folded, wide)
+    if any(leading.is_alone(name, x) for name, x in outs.items()):
+        return False
+    alone = {name: x if leading.is_alone(name, x) else x[0] for name, x in wide.items()}
+    return outs.keys() == output_shapes(folded, alone).keys()
 
 
 def _one_by_one(call: Callable[[Arrays], Arrays], arrays: Arrays, is_mapped: Mapping[str, bool]) -> Arrays:

@@ -1,0 +1,214 @@
+"""Platform `triton`: the host side of the cross entropy. XLA's matrix products, and one kernel in place between them, over chunks of tokens."""
+
+import dataclasses
+import functools
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ...core.platforms import Interpreted, kernels_unavailable
+from ...dispatch import DeviceFacts, Problem
+from ...launch import given, Launcher, NOTHING, result, result_like
+from ...launch.fields import check_fields, one_of, power_of_two, whole
+from ...launch.sizes import cdiv, padded
+from .. import passes
+from ..chunks import Named, product
+from ..spec import LossArrays, LossSpec
+from ..statistics import (
+    devices,
+    merged,
+    Part,
+    place_of,
+    results_of,
+    Slope,
+    slope_of,
+    summed,
+    Tokens,
+    tokens_of,
+)
+from . import kernels
+
+OPAQUE = True
+_BYTES = 400 * 10**6
+"""Of the logits of a chunk, by default."""
+_TILES = ((4096, 16), (4096, 8), (8192, 16), (8192, 32))
+"""Logits that a program reads at a time, in 16 bits, and its warps; the best first, as measured on an H200."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonConfig:
+    """At most `chunk_size` tokens have logits at a time, and at most `grad_chunk_size` where gradients are computed; a program reads `block_v` of a
+    row at a time."""
+
+    chunk_size: Annotated[int, whole(1, 2**30)]
+    grad_chunk_size: Annotated[int, whole(1, 2**30)]
+    block_v: Annotated[int, power_of_two(128)]
+    num_warps: Annotated[int, one_of(1, 2, 4, 8, 16, 32)]
+    fast_exp: bool = True
+    """Whether NVIDIA's approximate instruction computes exponentials (error 2e-7), with 0 for denormal numbers."""
+
+    __post_init__ = check_fields
+
+
+config_type = TritonConfig
+unavailable = kernels_unavailable
+
+
+def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
+    return "takes float32, float16 and bfloat16, not float64" if problem.dtype("x") == "float64" else None
+
+
+def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
+    return candidates(problem, device)[0]
+
+
+def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
+    """Configurations worth timing, the heuristic first."""
+    words, item = problem.dim("V"), jnp.dtype(problem.dtype("x")).itemsize
+    fit = lambda size: max(1, size // 128 * 128 or size)
+    alone = fit(_BYTES // (words * item))
+    # The weight's gradient takes memory after the logits of the last chunk do: as much as those of so many tokens.
+    chunk = max(alone, fit(problem.dim("E")))
+    # One chunk needs no sum in float32, and logits of as many bytes may take its place.
+    most = 2 * problem.dim("E") + alone
+    every = problem.dim("B") * problem.dim("M") * problem.dim("N")
+    is_one = problem.dtype("x") == "bfloat16" and every <= most
+    sizes = (most if is_one else chunk, chunk, alone, fit(chunk // 2), 2 * chunk)
+    is_nvidia = device.vendor == "nvidia"
+    # A thread loads 8 logits at once, of 2 bytes: fewer threads for few words, or where a warp has more.
+    each, tiles = 256 if is_nvidia else 512, []
+    for block, warps in _TILES:
+        block = min(2 * block // item, padded(words, 256))
+        tiles.append((block, max(1, min(warps, block // each))))
+    pairs = [(sizes[0], tile) for tile in tiles] + [(size, tiles[0]) for size in sizes[1:]]
+    return list(dict.fromkeys(TritonConfig(alone, size, *tile, is_nvidia) for size, tile in pairs))
+
+
+def over_chunks(
+    arrays: LossArrays, spec: LossSpec, config: TritonConfig, cotangents: Named
+) -> tuple[Named, Named]:
+    """As `passes` says."""
+    lead, words = arrays.labels.shape, len(arrays.weight) * devices(spec)
+    flat = lambda x: x.reshape(-1, *x.shape[3:])
+    labels, bias, here = flat(arrays.labels), arrays.bias, len(arrays.weight)
+    # Rows of logits begin at 16 bytes, without which products of matrices are slow.
+    weight = jnp.pad(arrays.weight.astype(arrays.x.dtype), [(0, -here % 8), (0, 0)])
+    tokens: Any = {"x": flat(arrays.x), "labels": labels, "places": place_of(spec, labels, here)}
+    if cotangents:
+        tokens["slope"] = slope_of({name: flat(x) for name, x in cotangents.items()}, spec, words)
+    chunk = functools.partial(_chunk, spec, config, weight, bias, here)
+    part, dx, sums = _added(chunk, tokens, config.grad_chunk_size if cotangents else config.chunk_size)
+    # The exchange of a call without gradients is one of all tokens.
+    results = results_of(tokens_of(part if cotangents else merged(part, spec), words), labels >= 0, spec)
+    results["losses"] = jnp.where(labels < words, results["losses"], jnp.nan)
+    split = lambda x: x.reshape(*lead, *x.shape[1:])
+    sums = {name: x[:here] for name, x in sums.items()}
+    return jax.tree.map(split, results), {"x": split(dx), **sums} if cotangents else {}
+
+
+forward = functools.partial(passes.forward, over_chunks)
+backward = functools.partial(passes.backward, over_chunks)
+
+
+def _added(chunk: Any, tokens: Any, size: int) -> Any:
+    """`chunk(tokens, dtype)` of at most `size` tokens at a time: what it returns of each token, and the sums of the others, in this dtype."""
+    count = len(tokens["labels"])
+    turns = cdiv(count, size) - 1
+    size = min(size, 128 * cdiv(count, 128 * (turns + 1)))
+    # The first chunk is the one that may be smaller. Its sums are those that others are added to.
+    first = count - turns * size
+    # A sum that nothing is added to is rounded as soon as it is complete; float16 waits for the scalar that makes a mean of it.
+    narrow = tokens["x"].dtype == jnp.bfloat16 and not turns
+    each, sums = chunk(jax.tree.map(lambda x: x[:first], tokens), jnp.bfloat16 if narrow else jnp.float32)
+    if not turns:
+        return *each, sums
+    grown = lambda x: jnp.pad(x, [(0, count - first)] + [(0, 0)] * (x.ndim - 1))
+
+    def turn(i: Array, carry: Any) -> Any:
+        each, sums = carry
+        at = first + i * size
+        part_of = lambda x: lax.dynamic_slice_in_dim(x, at, size)
+        new, added = chunk(jax.tree.map(part_of, tokens), jnp.float32)
+        put = lambda x, new: lax.dynamic_update_slice_in_dim(x, new, at, 0)
+        return jax.tree.map(put, each, new), jax.tree.map(jnp.add, sums, added)
+
+    each, sums = lax.fori_loop(0, turns, turn, (jax.tree.map(grown, each), sums))
+    return *each, sums
+
+
+def _chunk(
+    spec: LossSpec,
+    config: TritonConfig,
+    weight: Array,
+    bias: Array | None,
+    here: int,
+    tokens: Any,
+    dtype: Any,
+) -> tuple[tuple[Part, Array | None], Named]:
+    """The part and `dx` of tokens, and what they add to the gradients of weight and bias."""
+    x, labels, slope = tokens["x"], tokens["labels"], tokens.get("slope")
+    # Padding may hold NaN, and 0 NaN is NaN.
+    x = jnp.where((labels >= 0)[:, None], x, jnp.zeros_like(x))
+    logits = product(x, weight, ((1,), (1,)), x.dtype)
+    arrays = tokens | {"x": x, "weight": weight, "bias": bias}
+    launch = functools.partial(_launch, spec, config, arrays, logits, here)
+    if slope is None:
+        return (launch()[0], None), {}
+    is_split = devices(spec) > 1
+    if is_split:
+        part = merged(launch()[0], spec)
+        _, logits = launch(slope, tokens_of(part, here * devices(spec)))
+    else:
+        part, logits = launch(slope)
+    # A sum over devices is one of float32.
+    dx = product(logits, weight, ((1,), (0,)), jnp.float32 if is_split else x.dtype)
+    sums = {"weight": product(logits, x, ((0,), (0,)), dtype)}
+    sums |= {} if bias is None else {"bias": jnp.sum(logits, 0, dtype=jnp.float32)}
+    return (part, summed(dx, spec).astype(x.dtype)), sums
+
+
+def _launch(
+    spec: LossSpec,
+    config: TritonConfig,
+    arrays: Any,
+    logits: Array,
+    words: int,
+    slope: Slope | None = None,
+    known: Tokens | None = None,
+) -> tuple[Part, Array]:
+    """The part of these logits, unless what follows from all words is known; and their gradient in their place, if there is a slope."""
+    each, has_part = result(len(logits)), known is None
+    flags = {"total": spec.label_smoothing != 0, "weighted": spec.has_statistics}
+    outputs = dict.fromkeys(("largest", "exponentials", "target"), each if has_part else NOTHING)
+    outputs |= {name: each if has_part and flag else NOTHING for name, flag in flags.items()}
+    of = {} if slope is None else slope._asdict()
+    more = dict.fromkeys((*Slope._fields, "lse", "entropy")) | of | ({} if known is None else known._asdict())
+    numbers = {
+        "V": words,
+        "STRIDE": logits.shape[1],
+        "E": arrays["x"].shape[1],
+        "CAP": spec.logits_soft_cap or 0.0,
+        "TEMPERATURE": spec.temperature,
+        "PART": has_part,
+        "SLOPE": slope is not None,
+        "FAST": config.fast_exp,
+        **given(BIAS=arrays["bias"], **{name.upper(): of.get(name) for name in Slope._fields[2:]}),
+        **{name.upper(): flag for name, flag in flags.items()},
+    }
+    launcher = Launcher("losses", arrays | more, numbers, arrays["x"])
+    if slope is None:
+        in_place: Any = {"arrays": {"before": None, "logits": logits}}
+    else:
+        outputs = {"logits": result_like(logits)} | outputs
+        in_place = {"arrays": {"before": logits}, "aliases": {"before": "logits"}}
+    made = launcher(kernels.rows_kernel, config, outputs, len(logits), **in_place)
+    part = {
+        name: made[name] for name in ("largest", "exponentials", "target", *(n for n in flags if flags[n]))
+    }
+    return Part(**part), made.get("logits", logits)
+
+
+interpreted = Interpreted(__name__, TritonConfig(5, 4, 128, 1), fast_exp=False)
+"""The same kernel on the host, with small chunks: platform `triton-interpret`."""
