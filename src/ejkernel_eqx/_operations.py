@@ -39,8 +39,8 @@ class Family(NamedTuple):
 
 
 RECURRENCE = Family("recurrence", "recurrence", _ON_TPU)
-# Kernels that are written by hand do not have these transitions.
-_RANK_ONE = RECURRENCE._replace(platforms=("xla",))
+# Pallas does not have these transitions.
+_RANK_ONE = RECURRENCE._replace(platforms=_USUAL)
 _PAGED = Family("paged", "paged", _ON_TPU)
 _ATTENTION = Family("attention", "attention", (*_ON_TPU, "cuda"))
 

@@ -150,9 +150,10 @@ def make_call(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConf
     round to as many digits as float16 has; only the inverses of the delta rules still take several passes.
     """
     precision = precision_of(arrays, config)
-    arrays = arrays._replace(**{name: (x := getattr(arrays, name)).astype(wide(x.dtype)) for name in "qkv"})
+    operands = {name: x for name in "qkvab" if (x := getattr(arrays, name)) is not None}
+    arrays = arrays._replace(**{name: x.astype(wide(x.dtype)) for name, x in operands.items()})
     size, length, chunk = letters_of(arrays, spec).sizes(arrays), arrays.q.shape[1], config.chunk_size
-    counts = {name.upper(): size.get(name, 1) for name in ("Hq", "Hk", "Hv", "Hg", "Hb")}
+    counts = {name.upper(): size.get(name, 1) for name in ("Hq", "Hk", "Hv", "Hg", "Hb", "Ha", "Hw")}
     per_sequence = lambda x: None if x is None else jnp.repeat(x, size.get("N", 1), axis=0)
     tables = (None, None) if arrays.offsets is None else tables_of(arrays.offsets, length, chunk)
     named = arrays._asdict() | {

@@ -8,7 +8,7 @@ from jax import Array, lax
 from ...core.platforms import Interpreted, kernels_unavailable
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from ..spec import heads_of, KEY, RecurrenceArrays, RecurrenceSpec, VALUE
-from . import delta_host, delta_tile_sizes, key_host, linear_host, step_kernel, tile_sizes
+from . import delta_host, delta_tile_sizes, key_host, linear_host, rank_one_host, step_kernel, tile_sizes
 from .call import Call, first_copies, in_first_copies, make_call, repeated, sum_copies
 from .tile_sizes import TritonConfig
 
@@ -48,7 +48,8 @@ def adapted(config: TritonConfig, problem: Problem, device: DeviceFacts) -> Trit
 
 
 def _tiles(problem: Problem) -> ModuleType:
-    return delta_tile_sizes if problem.flag("delta") and not problem.flag("step") else tile_sizes
+    mixes = problem.flag("delta") or problem.flag("rank_one")
+    return delta_tile_sizes if mixes and not problem.flag("step") else tile_sizes
 
 
 unavailable = kernels_unavailable
@@ -57,8 +58,12 @@ unavailable = kernels_unavailable
 def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
     if problem.dtype("qkv") == "float64" or problem.dtype("state") == "float64":
         return "takes float32, float16 and bfloat16, not float64"
-    if problem.flag("rank_one"):
-        return "does not support transitions of rank one, a and b"
+    if problem.flag("rank_one") and problem.flag("step"):
+        return "does not support single tokens of transitions of rank one"
+    if problem.flag("rank_one") and (problem.flag("decay") != KEY or problem.flag("delta")):
+        return "supports transitions of rank one, a and b, with a decay per key channel and without a delta rule only"
+    if problem.flag("rank_one") and (problem.flag("beta") or problem.flag("skip")):
+        return "does not support write strengths or a skip with transitions of rank one"
     if problem.flag("before"):
         return "does not support outputs that read the state before their token"
     if problem.flag("step"):
@@ -72,20 +77,22 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
     return None
 
 
-def _member(spec: RecurrenceSpec) -> ModuleType:
+def _member(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> ModuleType:
     """The host side of a member of the family. Its `forward` returns outputs, the final state and residuals, its `backward` gradients of the call's
     arrays and of the initial state; states are those of the call's heads."""
+    if arrays.a is not None:
+        return rank_one_host
     return delta_host if spec.delta else key_host if spec.decay == KEY else linear_host
 
 
 def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tuple[str, ...]]:
     """The axes, after the leading one, of the residuals that the forward pass keeps for the backward pass."""
-    return _member(spec).saved_axes(arrays, spec)
+    return _member(arrays, spec).saved_axes(arrays, spec)
 
 
 def _call(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConfig) -> Call:
     """The call as the kernels see it, with a state head for every query head."""
-    if _member(spec) is key_host:
+    if _member(arrays, spec) is key_host:
         arrays = key_host.weighted(arrays, spec, config)
     return make_call(repeated(arrays, spec), spec, config)
 
@@ -100,7 +107,7 @@ def forward(
     """`out`, `final_state` and the residuals of `saved_axes`, from arrays with one leading axis. Saving costs no time, since one kernel
     passes the residuals to the next anyway."""
     call = _call(arrays, spec, config)
-    out, final, saved = _member(spec).forward(call, arrays)
+    out, final, saved = _member(arrays, spec).forward(call, arrays)
     copies = call.sizes[0] // heads_of(arrays, spec).state
     return {"out": out.astype(arrays.v.dtype), "final_state": first_copies(final, copies), **saved}
 
@@ -119,7 +126,7 @@ def backward(
     copies = call.sizes[0] // heads_of(arrays, spec).state
     dout = cotangents["out"].astype(call.arrays.q.dtype)
     dfinal = in_first_copies(cotangents["final_state"], copies)
-    grads, dinitial = _member(spec).backward(call, arrays, saved, dout, dfinal)
+    grads, dinitial = _member(arrays, spec).backward(call, arrays, saved, dout, dfinal)
     if arrays.initial_state is not None:
         grads["initial_state"] = sum_copies(dinitial, copies)
     return grads

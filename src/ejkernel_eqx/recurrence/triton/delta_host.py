@@ -33,7 +33,7 @@ def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tupl
 def forward(call: Call, arrays: RecurrenceArrays) -> tuple[Array, Array, Arrays]:
     heads, _, values = call.sizes
     solved = _key_scores(call, gates(call), solving=True) if call.spec.decay == KEY else _scores(call)
-    serial = _serial(call)
+    serial = serial_of(call)
     edges = delta_splits.edges_of(serial, solved)
     outputs = {"out": call.rows(heads, values), "final": call.edge_states(call.spec.state_dtype)}
     results = delta_splits.run_states(serial, serial.config.out, outputs, solved | edges)
@@ -48,7 +48,7 @@ def backward(
     decay, named = call.spec.decay, saved | {"do": dout}
     key_gates = gates(call) if decay == KEY else {}
     folded = _key_scores(call, key_gates, solving=False) if decay == KEY else {}
-    serial = _serial(call)
+    serial = serial_of(call)
     edges = delta_splits.from_saved(serial, named | folded)
     stored = result(call.chunks, heads, values, dim, dtype=call.arrays.q.dtype)
     outputs = {"states": stored, "written": call.rows(heads, values)}
@@ -74,7 +74,7 @@ def backward(
 
 def _scores(call: Call) -> Arrays:
     heads, each = call.sizes[0], _heads_each(call)
-    numbers = {"BLOCK_K": padded(call.sizes[1]), "HEADS": each, "SOLVE": _solving(call)}
+    numbers = {"BLOCK_K": padded(call.sizes[1]), "HEADS": each, "SOLVE": solving_of(call)}
     outputs, programs = _solutions(call), call.chunks * (heads // each)
     return call.launch(delta_scores_kernel, call.config.scores, outputs, programs, **numbers)
 
@@ -85,7 +85,7 @@ def _key_scores(call: Call, key_gates: Arrays, *, solving: bool) -> Arrays:
     outputs = _solutions(call) if solving else dict.fromkeys(_solutions(call), NOTHING)
     outputs |= dict.fromkeys(("q_in", "k_in", "k_end"), call.rows(heads, dim))
     outputs |= {"carry": result(call.chunks, heads, dim)}
-    tile, numbers = call.config.scores, {"SOLVE": _solving(call), "SOLVING": solving}
+    tile, numbers = call.config.scores, {"SOLVE": solving_of(call), "SOLVING": solving}
     programs = call.chunks * heads
     results = call.launch(delta_key_scores_kernel, tile, outputs, programs, key_gates, **numbers)
     kept = ("scores", "inverse", "factors") if solving else ()
@@ -138,7 +138,7 @@ def _heads_each(call: Call) -> int:
     return call.sizes[0] // keys if queries == keys else 1
 
 
-def _solving(call: Call) -> str:
+def solving_of(call: Call) -> str:
     """The precision in which blocks of the inverses are multiplied: float32, but a single pass for bfloat16 operands where that is faster.
     A single pass truncates numbers to 11 bits, no more than float16 has, and an inverse propagates the error."""
     if call.arrays.q.dtype == jnp.bfloat16 and call.config.float32_dot == "tf32x3":
@@ -146,7 +146,7 @@ def _solving(call: Call) -> str:
     return call.config.float32_dot
 
 
-def _serial(call: Call) -> Call:
+def serial_of(call: Call) -> Call:
     """The call as the serial passes see it: their programs hold all key channels, and operands that include their decays are over state heads."""
     heads, dim, _ = call.sizes
     widened = lambda tile: dataclasses.replace(tile, block_k=padded(dim))

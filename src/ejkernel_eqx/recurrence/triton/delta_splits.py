@@ -15,6 +15,7 @@ from ..spec import heads_of, KEY, RecurrenceArrays, RecurrenceSpec
 from . import splits
 from .call import Call
 from .delta_states import delta_chain_kernel, delta_states_kernel
+from .rank_one_states import rank_one_states_kernel
 from .tile_sizes import Tile
 
 Arrays = dict[str, Any]
@@ -30,9 +31,12 @@ def run_states(
     numbers: Arrays = {"OUT": "out" in outputs, "LOCAL": False, "REVERSE": False, **options}
     if numbers["REVERSE"]:
         numbers["INITIAL"] = True
-    numbers["name"] = f"delta_{'local_' * numbers['LOCAL']}{'d' * numbers['REVERSE']}states_kernel"
+    kernel, member = delta_states_kernel, "delta"
+    if call.arrays.a is not None:
+        kernel, member = rank_one_states_kernel, "rank_one"
+    numbers["name"] = f"{member}_{'local_' * numbers['LOCAL']}{'d' * numbers['REVERSE']}states_kernel"
     outputs, programs = dict.fromkeys(_RESULTS, NOTHING) | outputs, programs or call.state_programs(tile)
-    return call.launch(delta_states_kernel, tile, outputs, programs, inputs, **numbers)
+    return call.launch(kernel, tile, outputs, programs, inputs, **numbers)
 
 
 def edges_of(call: Call, solved: Arrays) -> Arrays:

@@ -56,7 +56,7 @@ def backward(
     # Of `q`, `k`, `g`.
     operands = {name: getattr(call.arrays, name) for name in "qkg"}
     outputs = {f"d{name}": call.gradient(x) for name, x in operands.items()}
-    programs, sums = call.chunks * heads * cdiv(dim, tile.block_k), _sums_precision(call)
+    programs, sums = call.chunks * heads * cdiv(dim, tile.block_k), sums_precision(call)
     results = call.launch(key_gradients.key_gradients_kernel, tile, outputs, programs, inputs, SUMS=sums)
     grads = {name: sum_heads(results[f"d{name}"], x.shape[2]) for name, x in operands.items()}
     if arrays.beta is not None:
@@ -77,7 +77,7 @@ def _per_head(x: Array, heads: int) -> Array:
     return jnp.repeat(x.astype(jnp.float32), heads // x.shape[2], axis=2)
 
 
-def _sums_precision(call: Call) -> str:
+def sums_precision(call: Call) -> str:
     """The precision in which gradients of the gates are summed; a single pass suffices for bfloat16."""
     dot = call.config.float32_dot
     if call.arrays.q.dtype == jnp.bfloat16:

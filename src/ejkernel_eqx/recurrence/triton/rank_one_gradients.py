@@ -1,0 +1,224 @@
+"""Transitions of rank one: the gradients within one chunk, given the state before it and the gradient with respect to the state after it.
+
+With U = (I - A)^-1 (L V + a_in S) and dU the gradient with respect to U, z = (I - A)^-T dU is the one with respect to L V + a_in S.
+"""
+
+from collections import namedtuple
+
+import triton
+import triton.language as tl
+
+from .key_tile import between_rows, Channels, chunk_gates, gates_of, load_gates
+from .operands import load_head, Operand, operand_of, store_head
+from .places import chunk_tile, last_start, pairs_below, segment_starts
+from .rank_one_scores import factors_about, Four, gates_before, Scores, weighed
+from .tile import load_state, load_vector
+
+Sums = namedtuple("Sums", "q a k b rise early")
+"""Gradients of a slice of channels `[C, BK]`: of the four operands, of the summed log decays, and of those before each token (`early`)."""
+
+
+# fmt: off
+@triton.jit
+def rank_one_pairs_kernel(
+    v_ptr, do_ptr, written_ptr, dreads_ptr, dstates_ptr, qk_ptr, mixed_ptr, inverse_ptr, k_end_ptr, starts_ptr, chunks_ptr, T,
+    dqk_ptr, dqb_ptr, dak_ptr, dab_ptr, own_k_ptr, own_b_ptr, near_k_ptr, near_b_ptr, dv_ptr,
+    HS: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """Gradients of one chunk and state head, summed over values: of the four kinds of scores, without decays; and `dv`. Scores without decay are kept
+    apart: of queries with their own token (`own`), and of the vectors `a` with the token before (`near`)."""
+    index, h, _tile, _start, chunk = chunk_tile(tl.program_id(0), chunks_ptr, T, HS, 1, 1, CHUNK, TABLE)
+    square: tl.constexpr = Operand(HS, HS, CHUNK, CHUNK, CHUNK, EVEN)
+    rows: tl.constexpr = Operand(HS, HS, V, CHUNK, BLOCK_V, EVEN)
+    operand: tl.constexpr = v_ptr.dtype.element_ty
+    r = tl.arange(0, CHUNK)  # [C]
+    dqk = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C]
+    dqb = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C]
+    dak = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C]
+    dab = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C]
+    for v0 in tl.range(0, V, BLOCK_V):
+        do = load_head(do_ptr, chunk, h, v0, rows)  # [C, BV]
+        v = load_head(v_ptr, chunk, h, v0, Operand(HS, HV, V, CHUNK, BLOCK_V, EVEN))  # [C, BV]
+        written = load_head(written_ptr, chunk, h, v0, rows)  # [C, BV], U
+        dread = load_head(dreads_ptr, chunk, h, v0, rows)  # [C, BV], dU
+        dqk = tl.dot(do, tl.trans(v), dqk, input_precision=PRECISION)  # [C, C]
+        dqb = tl.dot(do, tl.trans(written), dqb, input_precision=PRECISION)  # [C, C]
+        dak = tl.dot(dread, tl.trans(v), dak, input_precision=PRECISION)  # [C, C]
+        dab = tl.dot(dread, tl.trans(written), dab, input_precision=PRECISION)  # [C, C]
+        # dv = (qk)^T do + mixed^T dU + k_end dS.
+        qk = load_head(qk_ptr, chunk, h, 0, square)  # [C, C]
+        mixed = load_head(mixed_ptr, chunk, h, 0, square)  # [C, C]
+        dv = tl.dot(tl.trans(qk), do, input_precision=PRECISION)  # [C, BV]
+        dv = tl.dot(tl.trans(mixed), dread, dv, input_precision=PRECISION)  # [C, BV]
+        for d0 in tl.static_range(0, D, BLOCK_K):
+            k_end = load_head(k_end_ptr, chunk, h, d0, Operand(HS, HS, D, CHUNK, BLOCK_K, EVEN))  # [C, BK]
+            dstate = load_state(dstates_ptr + (index.to(tl.int64) * HS + h) * (D * V), v0, d0, V, D, BLOCK_V, BLOCK_K)  # [BV, BK]
+            dv = tl.dot(k_end, tl.trans(dstate), dv, input_precision=PRECISION)  # [C, BV]
+        store_head(dv_ptr, dv, chunk, h, v0, rows)
+    own = r[:, None] == r[None, :]  # [C, C]
+    near = r[:, None] == r[None, :] + 1  # [C, C]
+    tokens = (chunk.first + r) * HS + h  # [C]
+    tl.store(own_k_ptr + tokens, tl.sum(tl.where(own, dqk, 0.0), axis=1) * SCALE, mask=r < chunk.count)
+    tl.store(own_b_ptr + tokens, tl.sum(tl.where(own, dqb, 0.0), axis=1) * SCALE, mask=r < chunk.count)
+    # Those of L and A: z V^T and z U^T.
+    solving = tl.trans(load_head(inverse_ptr, chunk, h, 0, square))  # [C, C]
+    dak = tl.dot(solving, operand_of(dak, operand, PRECISION), input_precision=PRECISION)  # [C, C]
+    dab = tl.dot(solving, operand_of(dab, operand, PRECISION), input_precision=PRECISION)  # [C, C]
+    below = pairs_below(starts_ptr, chunk, T, CHUNK, SEGMENTS)  # [C, C]
+    tl.store(near_k_ptr + tokens, tl.sum(tl.where(near & below, dak, 0.0), axis=1), mask=r < chunk.count)
+    tl.store(near_b_ptr + tokens, tl.sum(tl.where(near & below, dab, 0.0), axis=1), mask=r < chunk.count)
+    far = below & (r[:, None] > r[None, :] + 1)  # [C, C]
+    store_head(dqk_ptr, operand_of(tl.where(below, dqk * SCALE, 0.0), operand, PRECISION), chunk, h, 0, square)
+    store_head(dqb_ptr, operand_of(tl.where(below, dqb * SCALE, 0.0), operand, PRECISION), chunk, h, 0, square)
+    store_head(dak_ptr, operand_of(tl.where(far, dak, 0.0), operand, PRECISION), chunk, h, 0, square)
+    store_head(dab_ptr, operand_of(tl.where(far, dab, 0.0), operand, PRECISION), chunk, h, 0, square)
+
+
+@triton.jit
+def _add_products(sums, four, scores, factors, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """Adds what pairs contribute whose decay from j to i is the factor of i times that of j; `scores` are the gradients of scores."""
+    dq, da, dk, db, rise, early = sums
+    qk, qb, ak, ab = scores
+    q, a, k, b = weighed(four, factors, OPERAND, PRECISION)
+    # A pair contributes to the gradient of the decays at i and, with the opposite sign, at j.
+    part = tl.dot(qk, k, input_precision=PRECISION)  # [C, BK]
+    part = tl.dot(qb, b, part, input_precision=PRECISION)  # [C, BK]
+    dq += part * factors.q
+    rise += part * q.to(tl.float32)
+    part = tl.dot(ak, k, input_precision=PRECISION)  # [C, BK]
+    part = tl.dot(ab, b, part, input_precision=PRECISION)  # [C, BK]
+    da += part * factors.a
+    early += part * a.to(tl.float32)
+    part = tl.dot(tl.trans(qk), q, input_precision=PRECISION)  # [C, BK]
+    part = tl.dot(tl.trans(ak), a, part, input_precision=PRECISION)  # [C, BK]
+    dk += part * factors.columns
+    rise -= part * k.to(tl.float32)
+    part = tl.dot(tl.trans(qb), q, input_precision=PRECISION)  # [C, BK]
+    part = tl.dot(tl.trans(ab), a, part, input_precision=PRECISION)  # [C, BK]
+    db += part * factors.columns
+    rise -= part * b.to(tl.float32)
+    return Sums(dq, da, dk, db, rise, early)
+
+
+@triton.jit
+def _load_scores(scores, chunk, h, of):
+    """The gradients of a chunk's scores."""
+    qk = load_head(scores.qk, chunk, h, 0, of)  # [C, C]
+    qb = load_head(scores.qb, chunk, h, 0, of)  # [C, C]
+    return Scores(qk, qb, load_head(scores.ak, chunk, h, 0, of), load_head(scores.ab, chunk, h, 0, of))  # [C, C] each
+
+
+@triton.jit
+def _within(x, together):
+    """The gradients of scores of pairs in the same block."""
+    qk = tl.where(together, x.qk, 0.0).to(x.qk.dtype)  # [C, C]
+    qb = tl.where(together, x.qb, 0.0).to(x.qb.dtype)  # [C, C]
+    return Scores(qk, qb, tl.where(together, x.ak, 0.0).to(x.ak.dtype), tl.where(together, x.ab, 0.0).to(x.ab.dtype))  # [C, C] each
+
+
+@triton.jit
+def rank_one_gradients_kernel(
+    q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, gates_ptr, low_ptr, do_ptr, written_ptr, dreads_ptr, states_ptr, dstates_ptr, inverse_ptr,
+    dqk_ptr, dqb_ptr, dak_ptr, dab_ptr, own_k_ptr, own_b_ptr, near_k_ptr, near_b_ptr, starts_ptr, chunks_ptr, T,
+    dq_ptr, dk_ptr, da_ptr, db_ptr, dg_ptr,
+    HS: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, HA: tl.constexpr, HW: tl.constexpr, HG: tl.constexpr,
+    D: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, SEGMENTS: tl.constexpr,
+    TABLE: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """Gradients of one chunk, state head and slice of key channels."""
+    index, h, _tile, column, chunk = chunk_tile(tl.program_id(0), chunks_ptr, T, HS, D, BLOCK_K, CHUNK, TABLE)
+    channels: tl.constexpr = Channels(HG * D, D, CHUNK, BLOCK_K, EXACT)
+    square: tl.constexpr = Operand(HS, HS, CHUNK, CHUNK, CHUNK, EVEN)
+    rows: tl.constexpr = Operand(HS, HS, V, CHUNK, BLOCK_V, EVEN)
+    wide: tl.constexpr = Operand(HS, HS, D, CHUNK, BLOCK_K, EVEN)
+    operand: tl.constexpr = q_ptr.dtype.element_ty
+    count = chunk.count
+    if count > 0:
+        r = tl.arange(0, CHUNK)  # [C]
+        state_at = (index.to(tl.int64) * HS + h) * (D * V)
+        dq = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
+        da = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
+        dk = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
+        db = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
+        dcarry = tl.zeros([BLOCK_K], tl.float32)  # [BK]
+        # From the states, without decays.
+        for v0 in tl.range(0, V, BLOCK_V):
+            state = load_state(states_ptr + state_at, v0, column, V, D, BLOCK_V, BLOCK_K)  # [BV, BK]
+            dstate = load_state(dstates_ptr + state_at, v0, column, V, D, BLOCK_V, BLOCK_K)  # [BV, BK]
+            dq = tl.dot(load_head(do_ptr, chunk, h, v0, rows), state, dq, input_precision=PRECISION)  # [C, BK]
+            da = tl.dot(load_head(dreads_ptr, chunk, h, v0, rows), state, da, input_precision=PRECISION)  # [C, BK]
+            v = load_head(v_ptr, chunk, h, v0, Operand(HS, HV, V, CHUNK, BLOCK_V, EVEN))  # [C, BV]
+            dk = tl.dot(v, dstate, dk, input_precision=PRECISION)  # [C, BK]
+            db = tl.dot(load_head(written_ptr, chunk, h, v0, rows), dstate, db, input_precision=PRECISION)  # [C, BK]
+            dcarry += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), axis=0)
+        solving = tl.trans(load_head(inverse_ptr, chunk, h, 0, square))  # [C, C]
+        da = tl.dot(solving, operand_of(da, operand, PRECISION), input_precision=PRECISION)  # [C, BK]
+        q = load_head(q_ptr, chunk, h, column, Operand(HS, HQ, D, CHUNK, BLOCK_K, EVEN))  # [C, BK]
+        a = load_head(a_ptr, chunk, h, column, Operand(HS, HA, D, CHUNK, BLOCK_K, EVEN))  # [C, BK]
+        k = load_head(k_ptr, chunk, h, column, Operand(HS, HK, D, CHUNK, BLOCK_K, EVEN))  # [C, BK]
+        b = load_head(b_ptr, chunk, h, column, Operand(HS, HW, D, CHUNK, BLOCK_K, EVEN))  # [C, BK]
+        gates = gates_of(gates_ptr, low_ptr, chunk, h, HS, HG, D)
+        high, low = chunk_gates(gates, column, channels)  # [C, BK] each
+        end, end_low = load_gates(gates, tl.zeros([1], tl.int32) + count - 1, column, channels)  # [1, BK] each
+        after = tl.exp2(between_rows(end, end_low, high, low, EXACT))  # [C, BK]
+        if EXACT:
+            high += low
+            end += end_low
+        before = tl.exp2(high) * SCALE  # [C, BK]
+        early = tl.exp2(gates_before(gates, column, channels))  # [C, BK]
+        carry = tl.sum(tl.exp2(end), axis=0)  # [BK]
+        if SEGMENTS:
+            last = last_start(starts_ptr, chunk, T)
+            sees = (segment_starts(starts_ptr, chunk, T, CHUNK) < 0)[:, None]  # [C, 1]
+            before = tl.where(sees, before, 0.0)  # [C, BK]
+            early = tl.where(sees, early, 0.0)  # [C, BK]
+            after = tl.where((r >= last)[:, None], after, 0.0)  # [C, BK]
+            carry = tl.where(last < 0, carry, 0.0)  # [BK]
+        # With decays; `rise` is the gradient with respect to the summed log decays.
+        dq *= before
+        da *= early
+        dk *= after
+        db *= after
+        # There is no decay between the last token and the end of the chunk.
+        at_end = (r == count - 1)[:, None]  # [C, 1]
+        rise = tl.where(at_end, 0.0, dk * k.to(tl.float32) + db * b.to(tl.float32))  # [C, BK]
+        dend = dcarry * carry + tl.sum(rise, axis=0)  # [BK]
+        rise = dq * q.to(tl.float32) + tl.where(at_end, dend[None, :], -rise)  # [C, BK]
+
+        # From pairs of tokens: about one row, or by halves, level by level, as the scores.
+        sums, four = Sums(dq, da, dk, db, rise, da * a.to(tl.float32)), Four(q, a, k, b)
+        of_scores = Scores(dqk_ptr, dqb_ptr, dak_ptr, dab_ptr)
+        level = count * 0 + (CHUNK.bit_length() - 1)  # a tensor, as the loop changes it
+        factors, whole, together = factors_about(gates, column, level, channels)
+        if whole:
+            sums = _add_products(sums, four, _load_scores(of_scores, chunk, h, square), factors, operand, PRECISION)
+        else:
+            while level > 0:
+                factors, whole, together = factors_about(gates, column, level, channels)
+                scores = _within(_load_scores(of_scores, chunk, h, square), together)
+                sums = _add_products(sums, four, scores, factors, operand, PRECISION)
+                level = tl.where(whole, 0, level - 1)
+        dq, da, dk, db, rise, early = sums
+        # The gradient of a token's decay is the sum of `rise` from it to the end, and that of `early` from the next token on.
+        rise = tl.cumsum(tl.where((r < count)[:, None], rise, 0.0), axis=0, reverse=True)  # [C, BK]
+        early = operand_of(tl.where((r < count)[:, None], early, 0.0), tl.float32, SUMS)  # [C, BK]
+        rise = tl.dot(tl.where(r[:, None] < r[None, :], 1.0, 0.0), early, rise, input_precision=SUMS)  # [C, BK]
+        store_head(dg_ptr, rise, chunk, h, column, wide)
+        # Pairs without decays between them.
+        near = r[:, None] == r[None, :] + 1  # [C, C]
+        near_k = load_vector(near_k_ptr + chunk.first * HS + h, HS, count, CHUNK, EVEN)[:, None]  # [C, 1]
+        near_k = operand_of(tl.where(near, near_k, 0.0), operand, PRECISION)  # [C, C]
+        near_b = load_vector(near_b_ptr + chunk.first * HS + h, HS, count, CHUNK, EVEN)[:, None]  # [C, 1]
+        near_b = operand_of(tl.where(near, near_b, 0.0), operand, PRECISION)  # [C, C]
+        da = tl.dot(near_k, k, da, input_precision=PRECISION)  # [C, BK]
+        da = tl.dot(near_b, b, da, input_precision=PRECISION)  # [C, BK]
+        dk = tl.dot(tl.trans(near_k), a, dk, input_precision=PRECISION)  # [C, BK]
+        db = tl.dot(tl.trans(near_b), a, db, input_precision=PRECISION)  # [C, BK]
+        own_k = load_vector(own_k_ptr + chunk.first * HS + h, HS, count, CHUNK, EVEN)[:, None]  # [C, 1]
+        own_b = load_vector(own_b_ptr + chunk.first * HS + h, HS, count, CHUNK, EVEN)[:, None]  # [C, 1]
+        store_head(dq_ptr, dq + own_k * k.to(tl.float32) + own_b * b.to(tl.float32), chunk, h, column, wide)
+        store_head(dk_ptr, dk + own_k * q.to(tl.float32), chunk, h, column, wide)
+        store_head(da_ptr, da, chunk, h, column, wide)
+        store_head(db_ptr, db + own_b * q.to(tl.float32), chunk, h, column, wide)
