@@ -118,6 +118,16 @@ def _make_kda(problem, lead, normal, uniform) -> Arrays:
     return learned | {"g": g.astype(problem.dtype), "beta": beta.astype(problem.dtype)}
 
 
+def _make_rank_one(problem, lead, normal, uniform) -> Arrays:
+    # RWKV-7's own: it removes what a key of length one holds, a part of every channel; the strongest decay is exp(-1/2).
+    learned = _unit_keys(_qkv(problem, lead, normal))
+    a = normal(*lead, problem.H, problem.D)
+    a = a * lax.rsqrt(jnp.sum(a**2, -1, keepdims=True))
+    b = a * jax.nn.sigmoid(normal(*lead, problem.H, problem.D))
+    g = -math.exp(-0.5) * jax.nn.sigmoid(normal(*lead, problem.H, problem.D) - 2)
+    return learned | {name: x.astype(problem.dtype) for name, x in (("a", -a), ("b", b), ("g", g))}
+
+
 def _make_gated_delta(problem, lead, normal, uniform) -> Arrays:
     learned = _unit_keys(_qkv(problem, lead, normal))
     beta = jax.nn.sigmoid(normal(*lead, problem.H)).astype(problem.dtype)
@@ -166,11 +176,12 @@ def _recur(
     tokens: Arrays, state: Array, block: int, *, scale: float | None = None, delta: bool = False
 ) -> tuple[Array, Array]:
     """`S = e^g S`; `S += beta k (v - S^T k)^T` (delta) or `S += beta k v^T`; `o = scale S^T q`. `g` has the axes of the state; `beta` is
-    optional."""
+    optional. With `a` and `b`, `S += b (a^T S)` of the state before its decay."""
     factor = tokens["q"].shape[-1] ** -0.5 if scale is None else scale
 
     def token(state: Array, at: Arrays) -> tuple[Array, Array]:
-        state, v = jnp.exp(at["g"]) * state, at["v"]
+        read = at["b"][..., :, None] * _apply(at["a"], state)[..., None, :] if "a" in at else 0
+        state, v = jnp.exp(at["g"]) * state + read, at["v"]
         if delta:
             v = v - _apply(at["k"], state)
         v = at["beta"][..., None] * v if "beta" in at else v
@@ -184,11 +195,12 @@ def _apply(x: Array, state: Array) -> Array:
     return (x[..., None, :] @ state)[..., 0, :]
 
 
-def _plain(axes: int, delta: bool = False) -> Callable[[Arrays, Array, int], tuple[Array, Array]]:
+def _plain(axes: int, delta: bool = False, scale: float | None = None) -> Callable[[Arrays, Array, int], tuple[Array, Array]]:
     """The recurrence of a decay that lacks so many of the state's axes."""
 
     def run(learned: Arrays, state: Array, block: int) -> tuple[Array, Array]:
-        return _recur(learned | {"g": learned["g"][(..., *[None] * axes)]}, state, block, delta=delta)
+        tokens = learned | {"g": learned["g"][(..., *[None] * axes)]}
+        return _recur(tokens, state, block, scale=scale, delta=delta)
 
     return run
 
@@ -222,7 +234,7 @@ def _plain_scan(learned: Arrays, state: Array, block: int) -> tuple[Array, Array
     return (out + learned["D"][None, None] * learned["x"]) * jax.nn.silu(learned["z"]), state
 
 
-_DELTA = ("KDA", "gated delta rule")
+_DELTA = ("KDA", "gated delta rule", "DPLR", "RWKV-7")
 _WHOLE = ("A", "D", "dt_bias")
 """Learned inputs without tokens."""
 _SEGMENT = 4096
@@ -258,6 +270,7 @@ def _in_segments(problem: LinearProblem, learned: Arrays, block: int) -> tuple[A
 
 
 _QKVG = ("q", "k", "v", "g")
+_RANK_ONE = ("q", "k", "v", "a", "b", "g")
 _SCAN = ("x", "dt", "A", "B", "C")
 MEMBERS: Mapping[str, Member] = {
     "GLA": Member(_make_gla, ejx.GatedLinearAttention, _QKVG, _plain(1)),
@@ -271,6 +284,10 @@ MEMBERS: Mapping[str, Member] = {
     "KDA": Member(_make_kda, ejx.KernelDeltaAttention, (*_QKVG, "beta"), _plain(1, delta=True)),
     "gated delta rule": Member(
         _make_gated_delta, ejx.GatedDeltaRule, (*_QKVG, "beta"), _plain(2, delta=True)
+    ),
+    "DPLR": Member(_make_rank_one, ejx.DPLRDeltaRule, _RANK_ONE, _plain(1)),
+    "RWKV-7": Member(
+        _make_rank_one, functools.partial(ejx.DPLRDeltaRule, scale=1.0), _RANK_ONE, _plain(1, scale=1.0)
     ),
     "SSD": Member(_make_ssd, functools.partial(ejx.StateSpaceV2, dt_softplus=True), _SCAN, _plain_ssd),
     "selective scan": Member(

@@ -28,6 +28,7 @@ from tests.recurrence.cases import (
     CLOSED,
     CONSTANT,
     cotangents,
+    DPLR,
     make,
     Result,
     run_reference,
@@ -92,12 +93,12 @@ def masked(case: Case, arrays: RecurrenceArrays, result: Result) -> Result:
 
 IN_16_BITS = [
     dataclasses.replace(case, dtype=dtype, name=f"{case.name}, {dtype}")
-    for case in CLOSED
+    for case in (*CLOSED, DPLR[-1])
     for dtype in ("bfloat16", "float16")
 ]
 
 
-@pytest.mark.parametrize("case", [*CASES, *CLOSED, *IN_16_BITS], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *CLOSED, *DPLR, *IN_16_BITS], ids=lambda case: case.name)
 def test_triton(case):
     """Output, final state and all gradients; the same bit for bit when run again."""
     arrays, spec = make(case)
@@ -187,6 +188,8 @@ SPLIT = [
     dataclasses.replace(
         LONG, name="delta by key, segments", decay=KEY, delta=True, beta=1.0, packing="segments"
     ),
+    dataclasses.replace(LONG, name="dplr", decay=KEY, rank_one=1.0),
+    dataclasses.replace(LONG, name="dplr, segments", decay=KEY, rank_one=1.0, packing="segments"),
 ]
 
 
@@ -247,6 +250,7 @@ LAYERS = {
     "kernel_delta_attention": {},
     "gated_delta_rule": {},
     "delta_rule": {},
+    "dplr_delta_rule": {},
     "state_space_v2": {},
 }
 

@@ -374,7 +374,7 @@ EMPTY = (
     Case(name="no-tokens-no-state", T=0, delta=True),
 )
 _RANK_ONE: dict[str, Any] = dict(decay=KEY, rank_one=1.0)
-RANK_ONE = (
+DPLR = (
     Case(name="dplr", dtype="bfloat16", initial_state=True, **_RANK_ONE),
     Case("dplr-heads", T=131, Hq=4, Hk=1, Hv=4, Hg=2, packing="segments", initial_state=True, **_RANK_ONE),
     Case("dplr-offsets", B=1, T=63, V=48, packing="offsets", initial_state=True, **_RANK_ONE),
@@ -382,6 +382,10 @@ RANK_ONE = (
     Case("dplr-mixed", T=131, log_decays="mixed", keys="correlated", **_RANK_ONE),
     Case("dplr-strong", T=131, log_decays=-50.0, **_RANK_ONE),
     Case("dplr-closed", initial_state=True, **_RANK_ONE, **_CLOSED),
+)
+"""Transitions of rank one that Triton's kernels take."""
+RANK_ONE = (
+    *DPLR,
     Case("dplr-skip", skip=True, beta=1.0, decay=SCALAR, rank_one=1.0, packing="many"),
     Case("iplr", rank_one=1.0, initial_state=True, packing="segments", state_dtype="bfloat16"),
     Case("dplr-value", T=21, decay=VALUE, rank_one=1.0, packing="segments"),
@@ -391,7 +395,7 @@ RANK_ONE = (
     Case("kda-before", decay=KEY, delta=True, beta=1.0, before=True),
     Case("dplr-before", before=True, initial_state=True, **_RANK_ONE),
 )
-"""Transitions of rank one, and outputs that read the state before their token: what XLA alone computes."""
+"""Transitions of rank one, and outputs that read the state before their token; what is not above, XLA alone computes."""
 PAIRWISE = _pairwise()
 CASES = [*MEMBERS, *HARD, *PAIRWISE]
 NAMED = {case.name: case for case in (*CASES, *CLOSED, *EMPTY, *RANK_ONE)}

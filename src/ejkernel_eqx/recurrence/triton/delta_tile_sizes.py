@@ -1,4 +1,4 @@
-"""Configurations of the delta rules on Triton: the heuristic choice and those worth timing.
+"""Configurations of the delta rules and of transitions of rank one on Triton: the heuristic choice and those worth timing.
 
 Chosen by measurements on an H200; on other devices the first that fits in shared memory.
 """
@@ -29,6 +29,8 @@ _FLOAT32 = {
     **dict.fromkeys(("states", "out", "dstates"), "128 16 4 1"),
     "gradients": "64 32 8 1, 32 32 4 1",
 }
+# Transitions of rank one: what differs in bfloat16.
+_RANK_ONE = {"scores": "64 64 4 1", "wy": "64 64 8 1, 32 32 4 1", "gradients": "32 64 8 1, 32 32 4 1"}
 _OTHERS = {
     "states": "128 64 4 2, 128 32 4 3, 128 128 8 3",
     "out": "128 64 4 2, 128 32 4 3, 128 128 8 3",
@@ -44,6 +46,8 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
         chunk, rows = 32, _FLOAT32
     elif problem.flag("decay") == KEY:
         rows = _HALF | {"gradients": _KEY_GRADIENTS}
+    if problem.flag("rank_one") and problem.dtype("qkv") == "bfloat16":
+        rows = rows | _RANK_ONE
     if problem.dtype("qkv") == "bfloat16" and device.capability < (9, 0):
         rows = rows | dict.fromkeys(("states", "out", "dstates"), _OLDER)
     if problem.dim("D") > 128:
@@ -79,6 +83,16 @@ def _shared_memory(name: str, tile: Tile, chunk: int, problem: Problem) -> int:
     """An upper bound for one program, in bytes: what a step of its loop loads, per stage, plus what it keeps."""
     dim, keyed = padded(problem.dim("D")), problem.flag("decay") == KEY
     narrow, square = chunk * tile.block_v, chunk * chunk
+    if problem.flag("rank_one"):
+        loaded, kept = {
+            "scores": (0, 4 * chunk * tile.block_k + 3 * square),
+            "wy": (4 * narrow + 2 * square + (chunk + tile.block_v) * tile.block_k, 0),
+            "states": (3 * chunk * dim + narrow + square, 0),
+            "out": (4 * chunk * dim + narrow + 3 * square, 0),
+            "dstates": (3 * chunk * dim + narrow + square, 0),
+            "gradients": (4 * narrow + 2 * tile.block_v * tile.block_k, 4 * chunk * tile.block_k + square),
+        }[name]
+        return _bytes(loaded, kept, tile, problem)
     loaded, kept = {
         "scores": (0, 2 * chunk * tile.block_k + 3 * square),
         "wy": (4 * narrow, 0),
@@ -87,5 +101,9 @@ def _shared_memory(name: str, tile: Tile, chunk: int, problem: Problem) -> int:
         "dstates": ((2 + keyed) * chunk * dim + narrow + 2 * square, 0 if keyed else square),
         "gradients": (3 * narrow + 2 * tile.block_v * tile.block_k, 2 * chunk * tile.block_k),
     }[name]
+    return _bytes(loaded, kept, tile, problem)
+
+
+def _bytes(loaded: int, kept: int, tile: Tile, problem: Problem) -> int:
     size = 2 if problem.dtype("qkv") == "bfloat16" else 4
     return size * (tile.num_stages * loaded + kept) + 10 * 1024

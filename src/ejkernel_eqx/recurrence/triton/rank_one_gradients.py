@@ -11,8 +11,8 @@ import triton.language as tl
 from .key_tile import between_rows, Channels, chunk_gates, gates_of, load_gates
 from .operands import load_head, Operand, operand_of, store_head
 from .places import chunk_tile, last_start, pairs_below, segment_starts
-from .rank_one_scores import factors_about, Four, gates_before, Scores, weighed
-from .tile import load_state, load_vector
+from .rank_one_scores import factors_about, Four, gates_before, is_whole, Scores, weighed
+from .tile import load_state, load_tile, load_vector
 
 Sums = namedtuple("Sums", "q a k b rise early")
 """Gradients of a slice of channels `[C, BK]`: of the four operands, of the summed log decays, and of those before each token (`early`)."""
@@ -76,45 +76,44 @@ def rank_one_pairs_kernel(
 
 
 @triton.jit
-def _add_products(sums, four, scores, factors, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """Adds what pairs contribute whose decay from j to i is the factor of i times that of j; `scores` are the gradients of scores."""
+def _load_scores(ptr, stride, count, together, of, MASKED: tl.constexpr, EVEN: tl.constexpr):
+    """The gradients of a chunk's scores, with `MASKED` those `together` in a block."""
+    if MASKED:
+        r = tl.arange(0, of.CHUNK)  # [C]
+        return tl.load(ptr + r[:, None] * stride + r[None, :], mask=together & (r < count)[:, None], other=0.0)  # [C, C]
+    return load_tile(ptr, stride, count, 0, of.CHUNK, of.CHUNK, of.CHUNK, EVEN)  # [C, C]
+
+
+@triton.jit
+def _add_products(sums, four, scores, stride, gates, column, level, of, MASKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr):
+    """Adds what pairs contribute that one row suffices for, of all (not `MASKED`) or of those in the same block of `2^level` rows. `scores`: pointers
+    to the gradients of scores; `stride`: between their rows. Also returns whether no other pairs are left."""
+    operand: tl.constexpr = tl.bfloat16 if four.q.dtype == tl.bfloat16 else tl.float32
     dq, da, dk, db, rise, early = sums
-    qk, qb, ak, ab = scores
-    q, a, k, b = weighed(four, factors, OPERAND, PRECISION)
+    factors, whole, together = factors_about(gates, column, level, of)  # [C, BK] each, [], [C, C]
+    q, a, k, b = weighed(four, factors, operand, PRECISION)  # [C, BK] each
     # A pair contributes to the gradient of the decays at i and, with the opposite sign, at j.
-    part = tl.dot(qk, k, input_precision=PRECISION)  # [C, BK]
-    part = tl.dot(qb, b, part, input_precision=PRECISION)  # [C, BK]
-    dq += part * factors.q
-    rise += part * q.to(tl.float32)
-    part = tl.dot(ak, k, input_precision=PRECISION)  # [C, BK]
-    part = tl.dot(ab, b, part, input_precision=PRECISION)  # [C, BK]
-    da += part * factors.a
-    early += part * a.to(tl.float32)
-    part = tl.dot(tl.trans(qk), q, input_precision=PRECISION)  # [C, BK]
-    part = tl.dot(tl.trans(ak), a, part, input_precision=PRECISION)  # [C, BK]
-    dk += part * factors.columns
-    rise -= part * k.to(tl.float32)
-    part = tl.dot(tl.trans(qb), q, input_precision=PRECISION)  # [C, BK]
-    part = tl.dot(tl.trans(ab), a, part, input_precision=PRECISION)  # [C, BK]
-    db += part * factors.columns
-    rise -= part * b.to(tl.float32)
-    return Sums(dq, da, dk, db, rise, early)
-
-
-@triton.jit
-def _load_scores(scores, chunk, h, of):
-    """The gradients of a chunk's scores."""
-    qk = load_head(scores.qk, chunk, h, 0, of)  # [C, C]
-    qb = load_head(scores.qb, chunk, h, 0, of)  # [C, C]
-    return Scores(qk, qb, load_head(scores.ak, chunk, h, 0, of), load_head(scores.ab, chunk, h, 0, of))  # [C, C] each
-
-
-@triton.jit
-def _within(x, together):
-    """The gradients of scores of pairs in the same block."""
-    qk = tl.where(together, x.qk, 0.0).to(x.qk.dtype)  # [C, C]
-    qb = tl.where(together, x.qb, 0.0).to(x.qb.dtype)  # [C, C]
-    return Scores(qk, qb, tl.where(together, x.ak, 0.0).to(x.ak.dtype), tl.where(together, x.ab, 0.0).to(x.ab.dtype))  # [C, C] each
+    pairs = _load_scores(scores.qk, stride, gates.count, together, of, MASKED, EVEN)  # [C, C]
+    read = tl.dot(pairs, k, input_precision=PRECISION)  # [C, BK]
+    of_k = tl.dot(tl.trans(pairs), q, input_precision=PRECISION)  # [C, BK]
+    pairs = _load_scores(scores.qb, stride, gates.count, together, of, MASKED, EVEN)  # [C, C]
+    read = tl.dot(pairs, b, read, input_precision=PRECISION)  # [C, BK]
+    of_b = tl.dot(tl.trans(pairs), q, input_precision=PRECISION)  # [C, BK]
+    dq += read * factors.q
+    rise += read * q.to(tl.float32)
+    pairs = _load_scores(scores.ak, stride, gates.count, together, of, MASKED, EVEN)  # [C, C]
+    read = tl.dot(pairs, k, input_precision=PRECISION)  # [C, BK]
+    of_k = tl.dot(tl.trans(pairs), a, of_k, input_precision=PRECISION)  # [C, BK]
+    dk += of_k * factors.columns
+    rise -= of_k * k.to(tl.float32)
+    pairs = _load_scores(scores.ab, stride, gates.count, together, of, MASKED, EVEN)  # [C, C]
+    read = tl.dot(pairs, b, read, input_precision=PRECISION)  # [C, BK]
+    of_b = tl.dot(tl.trans(pairs), a, of_b, input_precision=PRECISION)  # [C, BK]
+    da += read * factors.a
+    early += read * a.to(tl.float32)
+    db += of_b * factors.columns
+    rise -= of_b * b.to(tl.float32)
+    return Sums(dq, da, dk, db, rise, early), whole
 
 
 @triton.jit
@@ -189,16 +188,14 @@ def rank_one_gradients_kernel(
 
         # From pairs of tokens: about one row, or by halves, level by level, as the scores.
         sums, four = Sums(dq, da, dk, db, rise, da * a.to(tl.float32)), Four(q, a, k, b)
-        of_scores = Scores(dqk_ptr, dqb_ptr, dak_ptr, dab_ptr)
+        products = chunk.first * (HS * CHUNK) + h * CHUNK
+        scores = Scores(dqk_ptr + products, dqb_ptr + products, dak_ptr + products, dab_ptr + products)
         level = count * 0 + (CHUNK.bit_length() - 1)  # a tensor, as the loop changes it
-        factors, whole, together = factors_about(gates, column, level, channels)
-        if whole:
-            sums = _add_products(sums, four, _load_scores(of_scores, chunk, h, square), factors, operand, PRECISION)
+        if is_whole(gates, column, channels):
+            sums, whole = _add_products(sums, four, scores, HS * CHUNK, gates, column, level, channels, False, EVEN, PRECISION)
         else:
             while level > 0:
-                factors, whole, together = factors_about(gates, column, level, channels)
-                scores = _within(_load_scores(of_scores, chunk, h, square), together)
-                sums = _add_products(sums, four, scores, factors, operand, PRECISION)
+                sums, whole = _add_products(sums, four, scores, HS * CHUNK, gates, column, level, channels, True, EVEN, PRECISION)
                 level = tl.where(whole, 0, level - 1)
         dq, da, dk, db, rise, early = sums
         # The gradient of a token's decay is the sum of `rise` from it to the end, and that of `early` from the next token on.

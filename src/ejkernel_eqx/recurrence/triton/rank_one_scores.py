@@ -28,6 +28,15 @@ Factors = namedtuple("Factors", "q a columns")
 
 # fmt: off
 @triton.jit
+def is_whole(gates, column, of):
+    """True if one row suffices for all pairs of the chunk."""
+    high, low = chunk_gates(gates, column, of)  # [C, BK] each
+    half: tl.constexpr = of.CHUNK // 2
+    reference, reference_low = load_gates(gates, tl.zeros([1], tl.int32) + tl.minimum(half, gates.count) - 1, column, of)  # [1, BK] each
+    return tl.max(tl.abs(between_rows(high, low, reference, reference_low, of.EXACT))) <= MOST_EXPONENT
+
+
+@triton.jit
 def factors_about(gates, column, level, of):
     """The `Factors` within blocks of `2^level` rows; whether one row suffices for all pairs of a block, and which pairs are in the same block.
 
