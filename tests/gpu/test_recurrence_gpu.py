@@ -23,6 +23,7 @@ from tests.gpu import host
 from tests.gpu.host import example_problem
 from tests.recurrence.cases import (
     assert_agrees,
+    BEFORE,
     Case,
     CASES,
     CLOSED,
@@ -98,7 +99,7 @@ IN_16_BITS = [
 ]
 
 
-@pytest.mark.parametrize("case", [*CASES, *CLOSED, *DPLR, *IN_16_BITS], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *CLOSED, *DPLR, *BEFORE, *IN_16_BITS], ids=lambda case: case.name)
 def test_triton(case):
     """Output, final state and all gradients; the same bit for bit when run again."""
     arrays, spec = make(case)

@@ -384,18 +384,22 @@ DPLR = (
     Case("dplr-closed", initial_state=True, **_RANK_ONE, **_CLOSED),
 )
 """Transitions of rank one that Triton's kernels take."""
-RANK_ONE = (
-    *DPLR,
-    Case("dplr-skip", skip=True, beta=1.0, decay=SCALAR, rank_one=1.0, packing="many"),
-    Case("iplr", rank_one=1.0, initial_state=True, packing="segments", state_dtype="bfloat16"),
-    Case("dplr-value", T=21, decay=VALUE, rank_one=1.0, packing="segments"),
+BEFORE = (
     Case("gla-before", T=131, decay=KEY, before=True, Hq=4, packing="segments", initial_state=True),
     Case("gla-before-mixed", decay=KEY, before=True, log_decays="mixed", initial_state=True),
     Case("linear-before", before=True, packing="offsets", initial_state=True),
     Case("kda-before", decay=KEY, delta=True, beta=1.0, before=True),
     Case("dplr-before", before=True, initial_state=True, **_RANK_ONE),
 )
-"""Transitions of rank one, and outputs that read the state before their token; what is not above, XLA alone computes."""
+"""Outputs that read the state before their token."""
+RANK_ONE = (
+    *DPLR,
+    *BEFORE,
+    Case("dplr-skip", skip=True, beta=1.0, decay=SCALAR, rank_one=1.0, packing="many"),
+    Case("iplr", rank_one=1.0, initial_state=True, packing="segments", state_dtype="bfloat16"),
+    Case("dplr-value", T=21, decay=VALUE, rank_one=1.0, packing="segments"),
+)
+"""All of both; what is not above, XLA alone computes."""
 PAIRWISE = _pairwise()
 CASES = [*MEMBERS, *HARD, *PAIRWISE]
 NAMED = {case.name: case for case in (*CASES, *CLOSED, *EMPTY, *RANK_ONE)}

@@ -278,9 +278,6 @@ class Own(ejx.Kernel):
 register("tests.rank_one")
 ON_XLA = {
     "does not support a decay per value channel": lambda p: ejx.LinearAttention(platform=p)(q, k, v, gv=v),
-    "read the state before their token": lambda p: ejx.GatedLinearAttention(platform=p)(
-        q, k, v, -k * k, bonus=k[0, 0]
-    ),
     "transitions of rank one": lambda p: Own(p)(q, k, v),
 }
 

@@ -11,7 +11,7 @@ import pytest
 
 import ejkernel_eqx as ejx
 from tests.compiled import executed
-from tests.recurrence.cases import Case, CASES, CLOSED, CONSTANT, EMPTY, KEY, make, NONE, SCALAR, VALUE
+from tests.recurrence.cases import BEFORE, Case, CASES, CLOSED, CONSTANT, DPLR, EMPTY, KEY, make, NONE, SCALAR, VALUE
 from tests.tolerances import assert_close
 
 pytest.importorskip("triton")
@@ -24,17 +24,18 @@ from ejkernel_eqx.recurrence.triton.key_scores import fold, gates
 from tests.recurrence.kernels import check, CHUNK, config, interpreted, run
 
 SLOW = pytest.mark.slow
-QUICK = {"lightning", "kda"}
+QUICK = {"lightning", "kda", "dplr", "linear-before"}
 
 
 def listed(case: Case) -> Any:
-    tiles = config(32, 32, 32) if case.delta else config(32) if case.decay == KEY else config(64, 32, 32)
+    mixes = case.delta or case.rank_one is not None
+    tiles = config(32, 32, 32) if mixes else config(32) if case.decay == KEY else config(64, 32, 32)
     return pytest.param(case, tiles, id=case.name, marks=() if case.name in QUICK else SLOW)
 
 
 @pytest.mark.parametrize(
     "case, tiles",
-    [listed(case) for case in CASES if case.decay != VALUE and not (case.delta and case.skip)],
+    [listed(case) for case in (*CASES, *DPLR, *BEFORE) if case.decay != VALUE and not (case.delta and case.skip)],
 )
 def test_agrees_with_the_recurrence(case, tiles):
     check(case, tiles)
@@ -47,48 +48,57 @@ KINDS: dict[str, dict[str, Any]] = {
     "key": dict(decay=KEY, log_decays="mixed"),
     "delta": dict(decay=SCALAR, delta=True, beta=2.0),
     "kda": dict(decay=KEY, delta=True, beta=2.0),
+    "dplr": dict(decay=KEY, rank_one=1.0),
 }
 LONG: dict[str, Any] = dict(T=5 * CHUNK + 3)
 # Changes of a problem, the kinds that they are tried on, and changes of the tiles.
 VARIANTS: dict[str, tuple[Any, ...]] = {
-    "one token": (dict(T=1), "key delta"),
+    "one token": (dict(T=1), "key delta dplr"),
     "15 tokens": (dict(T=CHUNK - 1), "delta key"),
-    "17 tokens": (dict(T=CHUNK + 1), "scalar key"),
-    "no decay": (dict(log_decays=0.0), "constant kda"),
+    "17 tokens": (dict(T=CHUNK + 1), "scalar key dplr"),
+    "no decay": (dict(log_decays=0.0), "constant kda dplr"),
     "slow": (dict(log_decays=-1e-6), "scalar constant key"),
-    "strong": (dict(log_decays=-50.0, B=2, Hv=2, Hg=2), "kda constant"),
-    "mixed": (dict(log_decays="mixed"), "scalar kda"),
-    "bfloat16": (dict(dtype="bfloat16"), "key kda"),
-    "float16": (dict(dtype="float16"), "scalar key"),
-    "segments": (dict(B=2, packing="segments"), "scalar kda"),
-    "offsets": (dict(B=2, packing="offsets"), "constant kda"),
-    "many sequences": (dict(T=CHUNK + 3, packing="many"), "scalar delta"),
+    "strong": (dict(log_decays=-50.0, B=2, Hv=2, Hg=2), "kda constant dplr"),
+    "mixed": (dict(log_decays="mixed"), "scalar kda dplr"),
+    "bfloat16": (dict(dtype="bfloat16"), "key kda dplr"),
+    "float16": (dict(dtype="float16"), "scalar key dplr"),
+    "segments": (dict(B=2, packing="segments"), "scalar kda dplr"),
+    "offsets": (dict(B=2, packing="offsets"), "constant kda dplr"),
+    "many sequences": (dict(T=CHUNK + 3, packing="many"), "scalar delta dplr"),
     "few states": (dict(Hq=4, Hk=2, Hv=2, Hb=2), "delta key"),
-    "odd heads": (dict(Hq=2, Hk=3, Hv=6, Hg=3, Hb=2), "scalar kda"),
-    "tiles that do not divide": (dict(T=CHUNK + 3, D=40, V=24), "key kda"),
+    "odd heads": (dict(Hq=2, Hk=3, Hv=6, Hg=3, Hb=2), "scalar kda dplr"),
+    "tiles that do not divide": (dict(T=CHUNK + 3, D=40, V=24), "key kda dplr"),
     "skip": (dict(D=24, skip=True), "scalar key"),
     "one kernel": (dict(D=24, V=24, skip=True), "scalar constant", dict(single=True)),
     "one kernel, segments": (dict(B=2, packing="segments", dtype="bfloat16"), "scalar", dict(single=True)),
     "one kernel, offsets": (dict(Hq=2, packing="offsets"), "constant", dict(single=True)),
     "one kernel, closed": (dict(log_decays="closed"), "constant scalar", dict(single=True)),
-    "splits": (LONG, "delta scalar key", dict(splits=4)),
+    "splits": (LONG, "delta scalar key dplr", dict(splits=4)),
     "splits and tiles": (dict(T=7 * CHUNK, D=40, V=24), "kda scalar", dict(splits=4)),
-    "splits, segments": (dict(B=2, packing="segments", **LONG), "key kda", dict(splits=4)),
+    "splits, segments": (dict(B=2, packing="segments", **LONG), "key kda dplr", dict(splits=4)),
     "splits, offsets": (dict(B=2, packing="offsets", **LONG), "constant delta", dict(splits=4)),
+    "splits, offsets, mixed": (
+        dict(B=2, packing="offsets", log_decays="mixed", **LONG),
+        "dplr kda",
+        dict(splits=4),
+    ),
     "splits, many": (dict(T=CHUNK + 3, packing="many"), "scalar delta", dict(splits=4)),
     "splits, mixed": (dict(log_decays="mixed", dtype="bfloat16", **LONG), "scalar delta", dict(splits=4)),
-    "splits, closed": (dict(log_decays="closed", **LONG), "constant kda", dict(splits=4)),
+    "splits, closed": (dict(log_decays="closed", **LONG), "constant kda dplr", dict(splits=4)),
     "splits, one kernel": (dict(packing="segments", **LONG), "scalar constant", dict(splits=4, single=True)),
 }
 # These, of the first kind, by default.
 DEFAULT = ("one token", "strong", "bfloat16", "segments", "offsets", "odd heads")
-DEFAULT += ("tiles that do not divide", "one kernel, closed", "splits", "splits, segments")
+DEFAULT += ("tiles that do not divide", "one kernel, closed", "splits", "splits, segments", "splits, offsets, mixed")
+
+
+ALSO = {("segments", "dplr"), ("odd heads", "dplr")}
 
 
 @pytest.mark.parametrize(
     "variant, kind",
     [
-        pytest.param(name, kind, marks=() if name in DEFAULT and n == 0 else SLOW)
+        pytest.param(name, kind, marks=() if (name in DEFAULT and n == 0) or (name, kind) in ALSO else SLOW)
         for name, (_, kinds, *_) in VARIANTS.items()
         for n, kind in enumerate(kinds.split())
     ],

@@ -39,6 +39,7 @@ class Case:
     beta: bool = False
     skip: bool = False
     transposed: bool = False
+    rank_one: bool = False
     heads: tuple[int, int, int, int] = (2, 2, 2, 2)  # of q, k, v, g and beta
     slots: int = 0
     lead: int = 1
@@ -75,7 +76,7 @@ def make(case: Case, seed: int = 0) -> StepArrays:
     if case.slots:
         rows = [rng.permutation(case.slots)[: case.rows] for _ in range(case.lead)]
         indices = jnp.asarray(np.stack(rows), jnp.int32).at[:, 1].set(-1)
-    return StepArrays(
+    arrays = StepArrays(
         normal(case.rows, hq, case.dim),
         normal(case.rows, hk, case.dim),
         normal(case.rows, hv, case.values),
@@ -85,6 +86,9 @@ def make(case: Case, seed: int = 0) -> StepArrays:
         normal(state_heads, case.values, dtype="float32") if case.skip else None,
         indices,
     )
+    if case.rank_one:
+        arrays = arrays._replace(a=normal(case.rows, hk, case.dim), b=normal(case.rows, hg, case.dim))
+    return arrays
 
 
 def exact(arrays: StepArrays, spec: RecurrenceSpec) -> tuple[np.ndarray, np.ndarray]:
@@ -100,6 +104,7 @@ CASES = {
     "gla": Case(KEY, heads=(4, 2, 2, 2), dtype="bfloat16"),
     "kda": Case(KEY, delta=True, beta=True, heads=(2, 2, 4, 4), slots=5),
     "gated delta": Case(SCALAR, delta=True, beta=True, state="bfloat16", lead=2, slots=4, dtype="float16"),
+    "dplr": Case(KEY, rank_one=True, heads=(4, 1, 2, 2), slots=5),
     "value decay": Case(VALUE, skip=True, lead=2, rows=1),
     "delta, transposed": Case(NONE, delta=True, beta=True, transposed=True, slots=3, tile=(32, 2)),
     "few of all": Case(SCALAR, heads=(6, 1, 2, 1), dim=1, values=1, rows=1, tile=(8, 1)),

@@ -17,6 +17,7 @@ from .._shapes import is_symbolic
 from ..core.arguments import accumulator
 from ..parallel import match_varying
 from ..sequences.tokens import from_slots, over, to_slots
+from .before import moved, moved_back
 from .heads import repeat_heads
 from .spec import CONSTANT, heads_of, KEY, RecurrenceArrays, RecurrenceSpec, SCALAR, StepArrays, VALUE
 from .xla_chunks import Chunks, front, merge, split
@@ -80,6 +81,9 @@ def _apply(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: XlaConfig) ->
     call = _Call(arrays, spec, config)
     if arrays.q.shape[1] == 0 or call.chunks.sequences == 0:
         out, state = call.nothing()
+    elif spec.before:
+        out, state = _apply(moved(arrays), dataclasses.replace(spec, before=False), config)
+        out = moved_back(arrays, spec, out.astype(call.wide))
     else:
         mixes = spec.delta or arrays.a is not None
         out, state = call.by_token() if mixes and spec.decay == VALUE else call.by_chunk()
@@ -106,13 +110,12 @@ class _Local:
 
     def __init__(self, call: "_Call", g: Array | None):
         self.kind, self.chunks, self.precision = call.spec.decay, call.chunks, call.precision
-        self.before = call.spec.before
         self.decays: Any = None
         self.head = self.head_before = self.tail = self.total = None
         if g is not None:
             self.decays = channel_decays(g) if self.kind in (KEY, VALUE) else scalar_decays(g)
             self.head, self.tail = self.decays.head, self.decays.tail
-            if self.before or call.arrays.a is not None:
+            if call.arrays.a is not None:
                 self.head_before = _to_next(self.head, 1)
             # The factor lies along values for a decay of values, else along keys, of states `[.., D, V]`.
             self.total = jnp.expand_dims(self.decays.total, -2 if self.kind == VALUE else -1)
@@ -155,7 +158,7 @@ class _Local:
         if self.kind == VALUE:
             (k,) = keys
             return self._seen(self._products(q, k))
-        return _joined(self.scores_before(q, keys)[0] if self.before else self.scores((q,), keys))
+        return _joined(self.scores((q,), keys))
 
     def mix(self, scores: Array, v: Array) -> Array:
         """`[B, M, C, V]`: the values of visible tokens, weighted by these scores."""
@@ -171,11 +174,10 @@ class _Local:
 
     def read(self, q: Array, states: Array) -> Array:
         """`[B, M, C, V]`: what queries read from the states `[B, M, D, V]` at the starts of their chunks."""
-        head = self.head_before if self.before else self.head
         if self.kind == KEY:
             # A decay of key channels scales the queries before those channels are summed.
-            return self.dot("...rd,...dv->...rv", times(q, head), states)
-        return times(self.dot("...rd,...dv->...rv", q, states), head)
+            return self.dot("...rd,...dv->...rv", times(q, self.head), states)
+        return times(self.dot("...rd,...dv->...rv", q, states), self.head)
 
     def write(self, k: Array, v: Array) -> Array:
         """`[B, M, D, V]`: what keys and values add to the states at the ends of their chunks."""
@@ -223,8 +225,7 @@ class _Call:
         q, k, v, g, beta, ab = self.operands()
         zeros, keys = self._zeros(k, v), (k,)
         # With one query head per state head, keys and queries share the work on their decays.
-        alone = self.heads.out == self.heads.state and not self.spec.before
-        shared = self.chunks.cut(q) if alone else None
+        shared = self.chunks.cut(q) if self.heads.out == self.heads.state else None
         if self.spec.delta:
             reads = jax.checkpoint(self._delta_reads)(shared, k, g)
             xs = jax.checkpoint(self._delta_writes, policy=_INVERSES)(reads[0], k, v, g, beta)

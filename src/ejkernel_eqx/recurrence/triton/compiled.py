@@ -3,10 +3,13 @@
 import dataclasses
 from types import ModuleType
 
+import jax
+import jax.numpy as jnp
 from jax import Array, lax
 
 from ...core.platforms import Interpreted, kernels_unavailable
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
+from ..before import moved, moved_back
 from ..spec import heads_of, KEY, RecurrenceArrays, RecurrenceSpec, VALUE
 from . import delta_host, delta_tile_sizes, key_host, linear_host, rank_one_host, step_kernel, tile_sizes
 from .call import Call, first_copies, in_first_copies, make_call, repeated, sum_copies
@@ -58,16 +61,15 @@ unavailable = kernels_unavailable
 def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
     if problem.dtype("qkv") == "float64" or problem.dtype("state") == "float64":
         return "takes float32, float16 and bfloat16, not float64"
-    if problem.flag("rank_one") and problem.flag("step"):
-        return "does not support single tokens of transitions of rank one"
-    if problem.flag("rank_one") and (problem.flag("decay") != KEY or problem.flag("delta")):
-        return "supports transitions of rank one, a and b, with a decay per key channel and without a delta rule only"
-    if problem.flag("rank_one") and (problem.flag("beta") or problem.flag("skip")):
-        return "does not support write strengths or a skip with transitions of rank one"
-    if problem.flag("before"):
-        return "does not support outputs that read the state before their token"
     if problem.flag("step"):
         return None
+    if problem.flag("before") and problem.flag("skip"):
+        return "does not support a skip with outputs that read the state before their token"
+    if problem.flag("rank_one"):
+        if problem.flag("decay") != KEY:
+            return "supports transitions of rank one, a and b, with a decay per key channel only"
+        if problem.flag("delta") or problem.flag("beta") or problem.flag("skip"):
+            return "does not support delta rules, write strengths or a skip with transitions of rank one"
     if problem.flag("decay") == VALUE:
         return "does not support a decay per value channel"
     if problem.flag("delta") and problem.flag("skip"):
@@ -106,6 +108,9 @@ def forward(
 ) -> dict[str, Array]:
     """`out`, `final_state` and the residuals of `saved_axes`, from arrays with one leading axis. Saving costs no time, since one kernel
     passes the residuals to the next anyway."""
+    if spec.before:
+        results = forward(moved(arrays), dataclasses.replace(spec, before=False), config)
+        return results | {"out": moved_back(arrays, spec, results["out"])}
     call = _call(arrays, spec, config)
     out, final, saved = _member(arrays, spec).forward(call, arrays)
     copies = call.sizes[0] // heads_of(arrays, spec).state
@@ -120,6 +125,8 @@ def backward(
     cotangents: dict[str, Array],
 ) -> dict[str, Array]:
     """Gradients of all float arrays of the call; bitwise repeatable, as every sum has a fixed order."""
+    if spec.before:
+        return _backward_before(arrays, spec, config, saved, cotangents)
     # States are computed again from the arrays alone. Bound to the cotangents, so that no compiler does so early and holds them until here.
     arrays, saved, cotangents = lax.optimization_barrier((arrays, saved, cotangents))
     call = _call(arrays, spec, config)
@@ -130,6 +137,25 @@ def backward(
     if arrays.initial_state is not None:
         grads["initial_state"] = sum_copies(dinitial, copies)
     return grads
+
+
+def _backward_before(
+    arrays: RecurrenceArrays,
+    spec: RecurrenceSpec,
+    config: TritonConfig,
+    saved: dict[str, Array],
+    cotangents: dict[str, Array],
+) -> dict[str, Array]:
+    read = {name: x for name in ("q", "initial_state") if (x := getattr(arrays, name)) is not None}
+    shifted, pull = jax.vjp(lambda q: moved(arrays._replace(q=q)).q, arrays.q)
+    # Outputs are linear in those of the call that runs: these need not be known.
+    back = lambda read, out: moved_back(arrays._replace(**read), spec, out)
+    _, pull_back = jax.vjp(back, read, jnp.zeros_like(cotangents["out"]))
+    first, dout = pull_back(cotangents["out"])
+    inner = arrays._replace(q=shifted, skip=None), dataclasses.replace(spec, before=False)
+    grads = backward(*inner, config, saved, cotangents | {"out": dout})
+    grads["q"] = pull(grads["q"].astype(arrays.q.dtype))[0]
+    return grads | {name: grads[name] + x.astype(grads[name].dtype) for name, x in first.items()}
 
 
 step = step_kernel.step

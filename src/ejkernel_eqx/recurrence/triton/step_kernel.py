@@ -37,11 +37,12 @@ def default_tile(dim: int, values: int, state_bytes: int = 4) -> StepTile:
 # fmt: off
 @triton.jit
 def step_kernel(
-    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, skip_ptr, indices_ptr, state_ptr, B, S,
+    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, skip_ptr, indices_ptr, state_ptr, B, S, a_ptr, b_ptr,
     new_state_ptr, out_ptr,
     HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, HG: tl.constexpr, HB: tl.constexpr, HS: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, SCALE: tl.constexpr, DECAY: tl.constexpr,
     DELTA: tl.constexpr, BETA: tl.constexpr, SKIP: tl.constexpr, SLOTS: tl.constexpr, STRIDE_D: tl.constexpr, STRIDE_V: tl.constexpr,
+    HA: tl.constexpr, HW: tl.constexpr, RANK_ONE: tl.constexpr, BEFORE: tl.constexpr,
 ):
     # A program: a row, a state head, a tile of value channels (fastest). BD is `BLOCK_D`, all key channels, BV is `BLOCK_V`.
     tiles: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
@@ -66,6 +67,11 @@ def step_kernel(
         k = tl.load(k_ptr + (row * HK + head * HK // HS) * D + d, mask=in_d, other=0.0).to(tl.float32)  # [BD]
         v = tl.load(v_ptr + (row * HV + head * HV // HS) * V + c, mask=in_v, other=0.0).to(tl.float32)  # [BV]
         gate = row * HG + head * HG // HS
+        before = state  # [BD, BV]
+        # A transition of rank one reads the state before its decay.
+        if RANK_ONE:
+            a = tl.load(a_ptr + (row * HA + head * HA // HS) * D + d, mask=in_d, other=0.0).to(tl.float32)  # [BD]
+            read = tl.sum(state * a[:, None], 0)  # [BV]
         # S <- a S, then S <- S + b k u^T with u = v, or v - S^T k of a delta rule.
         if DECAY == _SCALAR:
             state *= tl.exp(tl.load(g_ptr + gate).to(tl.float32))  # one number
@@ -80,11 +86,16 @@ def step_kernel(
         if BETA:
             k *= tl.load(beta_ptr + row * HB + head * HB // HS).to(tl.float32)  # [BD]
         state += k[:, None] * written[None, :]  # [BD, BV]
+        if RANK_ONE:
+            b = tl.load(b_ptr + (row * HW + head * HW // HS) * D + d, mask=in_d, other=0.0).to(tl.float32)  # [BD]
+            state += b[:, None] * read[None, :]
         tl.store(new_state_ptr + at, state.to(new_state_ptr.dtype.element_ty), mask=inside)
         # o = scale S^T q + skip v, for each of the query heads that read this state.
         extra = tl.zeros([BLOCK_V], tl.float32)  # [BV]
         if SKIP:
             extra = v * tl.load(skip_ptr + (row // B * HS + head) * V + c, mask=in_v, other=0.0).to(tl.float32)  # [BV]
+        if BEFORE:
+            state = before
         for j in range(GROUP):
             reader = (head * GROUP + j) * HQ // (HS * GROUP)
             q = tl.load(q_ptr + (row * HQ + reader) * D + d, mask=in_d, other=0.0).to(tl.float32)  # [BD]
@@ -107,11 +118,12 @@ def step(arrays: StepArrays, spec: RecurrenceSpec, config: Any) -> tuple[Array, 
     count = lambda x, axis: 1 if x is None else x.shape[axis]
     gates = count(arrays.g, -1 if spec.decay == SCALAR else -2)
     counts = {"HQ": q_heads, "HK": k.shape[-2], "HV": v.shape[-2], "HG": gates, "HB": count(arrays.beta, -1)}
+    counts |= {"HA": count(arrays.a, -2), "HW": count(arrays.b, -2)}
     sizes = {"HS": heads, "GROUP": out_heads // heads, "D": dim, "V": values, "BLOCK_D": padded(dim, 1)}
-    kind = {"SCALE": spec.scale, "DECAY": _KINDS[spec.decay], "DELTA": spec.delta}
+    kind = {"SCALE": spec.scale, "DECAY": _KINDS[spec.decay], "DELTA": spec.delta, "BEFORE": spec.before}
     numbers = {
         **(counts | sizes | kind | {"B": rows, "S": state.shape[-4]}),
-        **given(BETA=arrays.beta, SKIP=arrays.skip, SLOTS=arrays.indices),
+        **given(BETA=arrays.beta, SKIP=arrays.skip, SLOTS=arrays.indices, RANK_ONE=arrays.a),
         "STRIDE_D": 1 if spec.transposed else values,
         "STRIDE_V": dim if spec.transposed else 1,
     }
