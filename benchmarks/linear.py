@@ -195,7 +195,9 @@ def _apply(x: Array, state: Array) -> Array:
     return (x[..., None, :] @ state)[..., 0, :]
 
 
-def _plain(axes: int, delta: bool = False, scale: float | None = None) -> Callable[[Arrays, Array, int], tuple[Array, Array]]:
+def _plain(
+    axes: int, delta: bool = False, scale: float | None = None
+) -> Callable[[Arrays, Array, int], tuple[Array, Array]]:
     """The recurrence of a decay that lacks so many of the state's axes."""
 
     def run(learned: Arrays, state: Array, block: int) -> tuple[Array, Array]:

@@ -40,8 +40,6 @@ _RANKS = {"decay_low_rank_dim": 3, "a_low_rank_dim": 5, "v_low_rank_dim": 7, "ga
 _PARTS = (("down.weight", "lora.0.weight"), ("up.weight", "lora.2.weight"), ("up.bias", "lora.2.bias"))
 _LOW_RANK = {f"{name}_lora.{ours}": f"{name}_lora.{theirs}" for name in "wavg" for ours, theirs in _PARTS}
 
-ON_XLA = ("rwkv6", "rwkv7")
-"""Layers whose recurrences have no other platform."""
 
 LAYERS = {
     "mamba": _case(nn.Mamba1Mixer, {"state_size": 4}, published.mamba, {}),

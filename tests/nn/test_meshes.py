@@ -19,7 +19,7 @@ from tests.meshes import HEADS, ROWS
 from tests.nn import layers
 from tests.nn.checks import needs_triton
 from tests.nn.layers import ATTENTION, LAYERS
-from tests.nn.recurrent_layers import inputs, ON_XLA
+from tests.nn.recurrent_layers import inputs
 from tests.recurrence.test_sharding import opaque
 
 ROLLING, EXPANDED = "attention, a norm of all heads, a rolling cache", "latent attention, expanded chunks"
@@ -27,7 +27,7 @@ ROLLING, EXPANDED = "attention, a norm of all heads, a rolling cache", "latent a
 MEMBERS = ("attention", "lstm", "mamba2")
 BY_TYPES, AUTOMATIC = ("explicit without context", "both"), ("automatic", "both")
 CASES = [(name, *AUTOMATIC, "xla") for name in (*LAYERS, ROLLING, EXPANDED)]
-CASES += [(name, *BY_TYPES, "xla" if name in ON_XLA else INTERPRET) for name in (*LAYERS, ROLLING)]
+CASES += [(name, *BY_TYPES, INTERPRET) for name in (*LAYERS, ROLLING)]
 CASES += [(name, "explicit", layout, "xla") for name in MEMBERS for layout in ("data", "tensor")]
 DEFAULT = [("attention", *BY_TYPES, INTERPRET), ("lightning", *BY_TYPES, INTERPRET)]
 

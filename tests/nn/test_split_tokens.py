@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 import ejkernel_eqx as ejx
 from tests.attention.dense import INTERPRET, normal
 from tests.nn.checks import needs_triton
-from tests.nn.recurrent_layers import ON_XLA
 from tests.tolerances import assert_close
 
 AXIS = "sequence"
@@ -33,7 +32,7 @@ LAYERS: dict[str, Any] = {
 
 
 # Every layer, by turns on interpreted Triton, which stands for the kernels of GPUs.
-CASES = [(name, INTERPRET if n % 2 and name not in ON_XLA else "xla") for n, name in enumerate(LAYERS)]
+CASES = [(name, INTERPRET if n % 2 else "xla") for n, name in enumerate(LAYERS)]
 
 
 @pytest.mark.parametrize(

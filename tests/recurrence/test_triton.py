@@ -11,7 +11,20 @@ import pytest
 
 import ejkernel_eqx as ejx
 from tests.compiled import executed
-from tests.recurrence.cases import BEFORE, Case, CASES, CLOSED, CONSTANT, DPLR, EMPTY, KEY, make, NONE, SCALAR, VALUE
+from tests.recurrence.cases import (
+    BEFORE,
+    Case,
+    CASES,
+    CLOSED,
+    CONSTANT,
+    DPLR,
+    EMPTY,
+    KEY,
+    make,
+    NONE,
+    SCALAR,
+    VALUE,
+)
 from tests.tolerances import assert_close
 
 pytest.importorskip("triton")
@@ -35,7 +48,11 @@ def listed(case: Case) -> Any:
 
 @pytest.mark.parametrize(
     "case, tiles",
-    [listed(case) for case in (*CASES, *DPLR, *BEFORE) if case.decay != VALUE and not (case.delta and case.skip)],
+    [
+        listed(case)
+        for case in (*CASES, *DPLR, *BEFORE)
+        if case.decay != VALUE and not (case.delta and case.skip)
+    ],
 )
 def test_agrees_with_the_recurrence(case, tiles):
     check(case, tiles)
@@ -89,7 +106,13 @@ VARIANTS: dict[str, tuple[Any, ...]] = {
 }
 # These, of the first kind, by default.
 DEFAULT = ("one token", "strong", "bfloat16", "segments", "offsets", "odd heads")
-DEFAULT += ("tiles that do not divide", "one kernel, closed", "splits", "splits, segments", "splits, offsets, mixed")
+DEFAULT += (
+    "tiles that do not divide",
+    "one kernel, closed",
+    "splits",
+    "splits, segments",
+    "splits, offsets, mixed",
+)
 
 
 ALSO = {("segments", "dplr"), ("odd heads", "dplr")}

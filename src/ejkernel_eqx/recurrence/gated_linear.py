@@ -38,7 +38,7 @@ class GatedLinearAttention(Recurrence):
     faster. Differentiable in reverse mode in every float argument and through both results; `platform="xla"` also
     supports forward mode and second derivatives.
 
-    With a bonus the platform is XLA, on every device.
+    With a bonus Pallas does not run.
 
     Sources: Yang et al., *Gated Linear Attention Transformers with Hardware-Efficient Training* (2023), section 4; with a bonus: Peng et
     al., *Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence* (2024).
