@@ -178,13 +178,11 @@ RANK_ONE_SPILLS = {
 def test_transitions_of_rank_one_fit(target, dim, dtype):
     """With every option, and in splits."""
     shape: Any = lambda *sizes: jax.ShapeDtypeStruct((1, 8000, 16, *sizes), jnp.dtype(dtype))
-    keys, gates = shape(dim), jax.ShapeDtypeStruct((1, 8000, 16, dim), jnp.float32)
-    arrays = RecurrenceArrays(keys, keys, keys, g=gates, a=keys, b=keys)
-    arrays = arrays._replace(
-        initial_state=jax.ShapeDtypeStruct((1, 16, dim, dim), jnp.float32),
-        starts=jax.ShapeDtypeStruct((1, 8000), jnp.int32),
-    )
-    spec = RecurrenceSpec(0.1, KEY)
+    gates: Any = jax.ShapeDtypeStruct((1, 8000, 16, dim), jnp.float32)
+    arrays = RecurrenceArrays(*(shape(dim) for _ in "qkv"), g=gates, a=shape(dim), b=shape(dim))
+    state: Any = jax.ShapeDtypeStruct((1, 16, dim, dim), jnp.float32)
+    starts: Any = jax.ShapeDtypeStruct((1, 8000), jnp.int32)
+    arrays, spec = arrays._replace(initial_state=state, starts=starts), RecurrenceSpec(0.1, KEY)
     config = compiled.default_config(problem_of("dplr_delta_rule", arrays, spec), DEVICES[target])
     launches = launches_of(arrays, spec, dataclasses.replace(config, splits=4))
     kernels = "scores local_states states local_dstates dstates pairs gradients"

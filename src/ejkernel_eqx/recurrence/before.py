@@ -21,20 +21,23 @@ def moved_back(arrays: RecurrenceArrays, spec: RecurrenceSpec, out: Array) -> Ar
     """The outputs of the call, from those of `moved`."""
     out = jnp.pad(out[:, :-1], ((0, 0), (1, 0), (0, 0), (0, 0)))
     out = jnp.where(_begins(arrays)[..., None, None], 0, out)
-    state, (heads, _) = arrays.initial_state, heads_of(arrays, spec)
+    state, offsets = arrays.initial_state, arrays.offsets
     if state is None:
         return out
-    first, packed = arrays.q[:, :1], arrays.offsets is not None
-    if packed:
-        row = jnp.arange(out.shape[0])[:, None]
-        # Of empty sequences, no token is the first.
-        places = jnp.where(jnp.diff(arrays.offsets) > 0, arrays.offsets[:, :-1], out.shape[1])
-        first = arrays.q.at[row, places].get(mode="fill", fill_value=0)  # [B, N, Hq, D]
-    wide = jnp.promote_types(first.dtype, state.dtype)
-    first, state = repeat_heads(first.astype(wide), -2, heads), repeat_heads(state.astype(wide), -3, heads)
-    pattern = "bnrd,bnrdv->bnrv" if packed else "bnrd,brdv->bnrv"
-    read = (spec.scale * jnp.einsum(pattern, first, state, precision="highest")).astype(out.dtype)
-    return out.at[row, places].set(read, mode="drop") if packed else jnp.concatenate([read, out[:, 1:]], 1)
+    heads = heads_of(arrays, spec).out
+
+    def read(q: Array, state: Array) -> Array:
+        wide = jnp.promote_types(q.dtype, state.dtype)
+        q, state = repeat_heads(q.astype(wide), -2, heads), repeat_heads(state.astype(wide), -3, heads)
+        return (spec.scale * jnp.einsum("bnrd,bnrdv->bnrv", q, state, precision="highest")).astype(out.dtype)
+
+    if offsets is None:
+        return jnp.concatenate([read(arrays.q[:, :1], state[:, None]), out[:, 1:]], 1)
+    # Of empty sequences, no token is the first.
+    row, places = jnp.arange(out.shape[0])[:, None], offsets[:, :-1]
+    places = jnp.where(jnp.diff(offsets) > 0, places, out.shape[1])
+    q = arrays.q.at[row, places].get(mode="fill", fill_value=0)  # [B, N, Hq, D]
+    return out.at[row, places].set(read(q, state), mode="drop")
 
 
 def _begins(arrays: RecurrenceArrays) -> Array:

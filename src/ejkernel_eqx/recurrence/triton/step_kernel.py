@@ -67,8 +67,8 @@ def step_kernel(
         k = tl.load(k_ptr + (row * HK + head * HK // HS) * D + d, mask=in_d, other=0.0).to(tl.float32)  # [BD]
         v = tl.load(v_ptr + (row * HV + head * HV // HS) * V + c, mask=in_v, other=0.0).to(tl.float32)  # [BV]
         gate = row * HG + head * HG // HS
-        before = state  # [BD, BV]
-        # A transition of rank one reads the state before its decay.
+        # What a transition of rank one reads, and outputs that read before their token: the state before its decay.
+        before, read = state, v  # [BD, BV], [BV]
         if RANK_ONE:
             a = tl.load(a_ptr + (row * HA + head * HA // HS) * D + d, mask=in_d, other=0.0).to(tl.float32)  # [BD]
             read = tl.sum(state * a[:, None], 0)  # [BV]
