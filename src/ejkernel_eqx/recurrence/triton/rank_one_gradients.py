@@ -10,8 +10,8 @@ import triton.language as tl
 
 from .key_tile import between_rows, Channels, chunk_gates, gates_of, load_gates
 from .operands import load_head, Operand, operand_of, store_head
-from .places import chunk_tile, last_start, pairs_below, segment_starts
-from .rank_one_scores import factors_about, Four, gates_before, is_whole, Scores, weighed
+from .places import Chunk, chunk_tile, last_start, pairs_below, segment_starts
+from .rank_one_scores import factors_about, factors_of_all, Four, gates_before, Scores, weighed
 from .tile import load_state, load_tile, load_vector
 
 Sums = namedtuple("Sums", "q a k b rise early")
@@ -85,35 +85,44 @@ def _load_scores(ptr, stride, count, together, of, MASKED: tl.constexpr, EVEN: t
 
 
 @triton.jit
-def _add_products(sums, four, scores, stride, gates, column, level, of, MASKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr):
-    """Adds what pairs contribute that one row suffices for, of all (not `MASKED`) or of those in the same block of `2^level` rows. `scores`: pointers
-    to the gradients of scores; `stride`: between their rows. Also returns whether no other pairs are left."""
+def _add_products(sums, four, scores, stride, factors, together, count, of, MASKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr):
+    """Adds what pairs contribute, with `MASKED` those `together`, whose decay from j to i is the factor of i times that of j. `scores`: pointers to the
+    gradients of scores; `stride`: between their rows."""
     operand: tl.constexpr = tl.bfloat16 if four.q.dtype == tl.bfloat16 else tl.float32
     dq, da, dk, db, rise, early = sums
-    factors, whole, together = factors_about(gates, column, level, of)  # [C, BK] each, [], [C, C]
     q, a, k, b = weighed(four, factors, operand, PRECISION)  # [C, BK] each
     # A pair contributes to the gradient of the decays at i and, with the opposite sign, at j.
-    pairs = _load_scores(scores.qk, stride, gates.count, together, of, MASKED, EVEN)  # [C, C]
+    pairs = _load_scores(scores.qk, stride, count, together, of, MASKED, EVEN)  # [C, C]
     read = tl.dot(pairs, k, input_precision=PRECISION)  # [C, BK]
     of_k = tl.dot(tl.trans(pairs), q, input_precision=PRECISION)  # [C, BK]
-    pairs = _load_scores(scores.qb, stride, gates.count, together, of, MASKED, EVEN)  # [C, C]
+    pairs = _load_scores(scores.qb, stride, count, together, of, MASKED, EVEN)  # [C, C]
     read = tl.dot(pairs, b, read, input_precision=PRECISION)  # [C, BK]
     of_b = tl.dot(tl.trans(pairs), q, input_precision=PRECISION)  # [C, BK]
     dq += read * factors.q
     rise += read * q.to(tl.float32)
-    pairs = _load_scores(scores.ak, stride, gates.count, together, of, MASKED, EVEN)  # [C, C]
+    pairs = _load_scores(scores.ak, stride, count, together, of, MASKED, EVEN)  # [C, C]
     read = tl.dot(pairs, k, input_precision=PRECISION)  # [C, BK]
     of_k = tl.dot(tl.trans(pairs), a, of_k, input_precision=PRECISION)  # [C, BK]
     dk += of_k * factors.columns
     rise -= of_k * k.to(tl.float32)
-    pairs = _load_scores(scores.ab, stride, gates.count, together, of, MASKED, EVEN)  # [C, C]
+    pairs = _load_scores(scores.ab, stride, count, together, of, MASKED, EVEN)  # [C, C]
     read = tl.dot(pairs, b, read, input_precision=PRECISION)  # [C, BK]
     of_b = tl.dot(tl.trans(pairs), a, of_b, input_precision=PRECISION)  # [C, BK]
     da += read * factors.a
     early += read * a.to(tl.float32)
     db += of_b * factors.columns
     rise -= of_b * b.to(tl.float32)
-    return Sums(dq, da, dk, db, rise, early), whole
+    return Sums(dq, da, dk, db, rise, early)
+
+
+@triton.jit
+def _load_before(ptr, chunk, h, column, of):
+    """The rows before those of `load_head`, in float32, zero for the first."""
+    r = tl.arange(0, of.ROWS)  # [C]
+    d = column + tl.arange(0, of.COLUMNS)  # [BK]
+    at = (chunk.first - 1 + r)[:, None] * (of.HEADS * of.WIDTH) + h // (of.HS // of.HEADS) * of.WIDTH + d[None, :]  # [C, BK]
+    inside = (r > 0) & (r < chunk.count)  # [C]
+    return tl.load(ptr + at, mask=inside[:, None] & (d < of.WIDTH)[None, :], other=0.0).to(tl.float32)  # [C, BK]
 
 
 @triton.jit
@@ -187,32 +196,35 @@ def rank_one_gradients_kernel(
         rise = dq * q.to(tl.float32) + tl.where(at_end, dend[None, :], -rise)  # [C, BK]
 
         # From pairs of tokens: about one row, or by halves, level by level, as the scores.
-        sums, four = Sums(dq, da, dk, db, rise, da * a.to(tl.float32)), Four(q, a, k, b)
+        early = tl.where((r == 0)[:, None], 0.0, da * a.to(tl.float32))  # [C, BK], no decay lies before the first token
+        sums, four = Sums(dq, da, dk, db, rise, early), Four(q, a, k, b)
         products = chunk.first * (HS * CHUNK) + h * CHUNK
         scores = Scores(dqk_ptr + products, dqb_ptr + products, dak_ptr + products, dab_ptr + products)
-        level = count * 0 + (CHUNK.bit_length() - 1)  # a tensor, as the loop changes it
-        if is_whole(gates, column, channels):
-            sums, whole = _add_products(sums, four, scores, HS * CHUNK, gates, column, level, channels, False, EVEN, PRECISION)
+        factors, whole = factors_of_all(gates, column, channels)
+        if whole:
+            sums = _add_products(sums, four, scores, HS * CHUNK, factors, False, count, channels, False, EVEN, PRECISION)
         else:
+            level = count * 0 + (CHUNK.bit_length() - 1)  # a tensor, as the loop changes it
             while level > 0:
-                sums, whole = _add_products(sums, four, scores, HS * CHUNK, gates, column, level, channels, True, EVEN, PRECISION)
+                factors, whole, together = factors_about(gates, column, level, channels)
+                sums = _add_products(sums, four, scores, HS * CHUNK, factors, together, count, channels, True, EVEN, PRECISION)
                 level = tl.where(whole, 0, level - 1)
         dq, da, dk, db, rise, early = sums
         # The gradient of a token's decay is the sum of `rise` from it to the end, and that of `early` from the next token on.
-        rise = tl.cumsum(tl.where((r < count)[:, None], rise, 0.0), axis=0, reverse=True)  # [C, BK]
-        early = operand_of(tl.where((r < count)[:, None], early, 0.0), tl.float32, SUMS)  # [C, BK]
-        rise = tl.dot(tl.where(r[:, None] < r[None, :], 1.0, 0.0), early, rise, input_precision=SUMS)  # [C, BK]
-        store_head(dg_ptr, rise, chunk, h, column, wide)
-        # Pairs without decays between them.
-        near = r[:, None] == r[None, :] + 1  # [C, C]
-        near_k = load_vector(near_k_ptr + chunk.first * HS + h, HS, count, CHUNK, EVEN)[:, None]  # [C, 1]
-        near_k = operand_of(tl.where(near, near_k, 0.0), operand, PRECISION)  # [C, C]
-        near_b = load_vector(near_b_ptr + chunk.first * HS + h, HS, count, CHUNK, EVEN)[:, None]  # [C, 1]
-        near_b = operand_of(tl.where(near, near_b, 0.0), operand, PRECISION)  # [C, C]
-        da = tl.dot(near_k, k, da, input_precision=PRECISION)  # [C, BK]
-        da = tl.dot(near_b, b, da, input_precision=PRECISION)  # [C, BK]
-        dk = tl.dot(tl.trans(near_k), a, dk, input_precision=PRECISION)  # [C, BK]
-        db = tl.dot(tl.trans(near_b), a, db, input_precision=PRECISION)  # [C, BK]
+        rise = operand_of(tl.where((r < count)[:, None], rise + early, 0.0), tl.float32, SUMS)  # [C, BK]
+        rise = tl.dot(tl.where(r[:, None] <= r[None, :], 1.0, 0.0), rise, input_precision=SUMS)  # [C, BK]
+        store_head(dg_ptr, rise - early, chunk, h, column, wide)
+        # Pairs without decays between them: of a token's `a` with the token before, of that of the next token with its own, and of `q` with its own.
+        near_k = near_k_ptr + chunk.first * HS + h
+        near_b = near_b_ptr + chunk.first * HS + h
+        before = _load_before(k_ptr, chunk, h, column, Operand(HS, HK, D, CHUNK, BLOCK_K, EVEN))  # [C, BK]
+        da += load_vector(near_k, HS, count, CHUNK, EVEN)[:, None] * before
+        before = _load_before(b_ptr, chunk, h, column, Operand(HS, HW, D, CHUNK, BLOCK_K, EVEN))  # [C, BK]
+        da += load_vector(near_b, HS, count, CHUNK, EVEN)[:, None] * before
+        next = Chunk(chunk.first + 1, count - 1, chunk.seq)
+        after = load_head(a_ptr, next, h, column, Operand(HS, HA, D, CHUNK, BLOCK_K, False)).to(tl.float32)  # [C, BK]
+        dk += load_vector(near_k + HS, HS, count - 1, CHUNK, False)[:, None] * after
+        db += load_vector(near_b + HS, HS, count - 1, CHUNK, False)[:, None] * after
         own_k = load_vector(own_k_ptr + chunk.first * HS + h, HS, count, CHUNK, EVEN)[:, None]  # [C, 1]
         own_b = load_vector(own_b_ptr + chunk.first * HS + h, HS, count, CHUNK, EVEN)[:, None]  # [C, 1]
         store_head(dq_ptr, dq + own_k * k.to(tl.float32) + own_b * b.to(tl.float32), chunk, h, column, wide)
