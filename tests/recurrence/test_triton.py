@@ -37,7 +37,7 @@ from ejkernel_eqx.recurrence.triton.key_scores import fold, gates
 from tests.recurrence.kernels import check, CHUNK, config, interpreted, run
 
 SLOW = pytest.mark.slow
-QUICK = {"lightning", "kda", "dplr", "linear-before"}
+QUICK = {"lightning", "kda", "dplr"}
 
 
 def listed(case: Case) -> Any:
@@ -94,6 +94,7 @@ VARIANTS: dict[str, tuple[Any, ...]] = {
     "splits and tiles": (dict(T=7 * CHUNK, D=40, V=24), "kda scalar", dict(splits=4)),
     "splits, segments": (dict(B=2, packing="segments", **LONG), "key kda dplr", dict(splits=4)),
     "splits, offsets": (dict(B=2, packing="offsets", **LONG), "constant delta", dict(splits=4)),
+    "reads before": (dict(before=True, packing="offsets"), "dplr key scalar"),
     "splits, offsets, mixed": (
         dict(B=2, packing="offsets", log_decays="mixed", **LONG),
         "dplr kda",
@@ -112,16 +113,14 @@ DEFAULT += (
     "splits",
     "splits, segments",
     "splits, offsets, mixed",
+    "reads before",
 )
-
-
-ALSO = {("segments", "dplr"), ("odd heads", "dplr")}
 
 
 @pytest.mark.parametrize(
     "variant, kind",
     [
-        pytest.param(name, kind, marks=() if (name in DEFAULT and n == 0) or (name, kind) in ALSO else SLOW)
+        pytest.param(name, kind, marks=() if name in DEFAULT and n == 0 else SLOW)
         for name, (_, kinds, *_) in VARIANTS.items()
         for n, kind in enumerate(kinds.split())
     ],

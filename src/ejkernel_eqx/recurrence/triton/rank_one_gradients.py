@@ -86,8 +86,8 @@ def _load_scores(ptr, stride, count, together, of, MASKED: tl.constexpr, EVEN: t
 
 @triton.jit
 def _add_products(sums, four, scores, stride, factors, together, count, of, MASKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr):
-    """Adds what pairs contribute, with `MASKED` those `together`, whose decay from j to i is the factor of i times that of j. `scores`: pointers to the
-    gradients of scores; `stride`: between their rows."""
+    """Adds what pairs contribute, with `MASKED` those `together`, whose decay from j to i is the factor of i times that of j. `scores`: pointers to
+    the gradients of scores; `stride`: between their rows."""
     operand: tl.constexpr = tl.bfloat16 if four.q.dtype == tl.bfloat16 else tl.float32
     dq, da, dk, db, rise, early = sums
     q, a, k, b = weighed(four, factors, operand, PRECISION)  # [C, BK] each
