@@ -78,10 +78,10 @@ def rank_one_pairs_kernel(
 @triton.jit
 def _load_scores(ptr, stride, count, together, of, MASKED: tl.constexpr, EVEN: tl.constexpr):
     """The gradients of a chunk's scores, with `MASKED` those `together` in a block."""
+    x = load_tile(ptr, stride, count, 0, of.CHUNK, of.CHUNK, of.CHUNK, EVEN)  # [C, C]
     if MASKED:
-        r = tl.arange(0, of.CHUNK)  # [C]
-        return tl.load(ptr + r[:, None] * stride + r[None, :], mask=together & (r < count)[:, None], other=0.0)  # [C, C]
-    return load_tile(ptr, stride, count, 0, of.CHUNK, of.CHUNK, of.CHUNK, EVEN)  # [C, C]
+        x = tl.where(together, x, 0.0).to(x.dtype)
+    return x
 
 
 @triton.jit
