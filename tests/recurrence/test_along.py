@@ -208,7 +208,7 @@ def test_without_checks_of_varying_axes(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gated delta", "mamba", "convolution"])
+@pytest.mark.parametrize("name", ["gated delta", "dplr", "gla, bonus", "mamba", "convolution"])
 def test_interpreted_kernels(name):
     compared(name, 2, IDS, platform="triton-interpret")
 
