@@ -11,7 +11,7 @@ import triton.language as tl
 from .key_tile import between_rows, Channels, chunk_gates, gates_of, load_gates
 from .operands import load_head, Operand, operand_of, store_head
 from .places import Chunk, chunk_tile, last_start, pairs_below, segment_starts
-from .rank_one_scores import factors_about, factors_of_all, Four, gates_before, Scores, weighed
+from .rank_one_scores import factors_about, Four, gates_before, Scores, weighed
 from .tile import load_state, load_tile, load_vector
 
 Sums = namedtuple("Sums", "q a k b rise early")
@@ -200,11 +200,11 @@ def rank_one_gradients_kernel(
         sums, four = Sums(dq, da, dk, db, rise, early), Four(q, a, k, b)
         products = chunk.first * (HS * CHUNK) + h * CHUNK
         scores = Scores(dqk_ptr + products, dqb_ptr + products, dak_ptr + products, dab_ptr + products)
-        factors, whole = factors_of_all(gates, column, channels)
+        level = count * 0 + (CHUNK.bit_length() - 1)  # a tensor, as the loop changes it
+        factors, whole, together = factors_about(gates, column, level, channels)
         if whole:
             sums = _add_products(sums, four, scores, HS * CHUNK, factors, False, count, channels, False, EVEN, PRECISION)
         else:
-            level = count * 0 + (CHUNK.bit_length() - 1)  # a tensor, as the loop changes it
             while level > 0:
                 factors, whole, together = factors_about(gates, column, level, channels)
                 sums = _add_products(sums, four, scores, HS * CHUNK, factors, together, count, channels, True, EVEN, PRECISION)

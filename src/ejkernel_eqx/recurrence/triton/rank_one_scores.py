@@ -28,20 +28,6 @@ Factors = namedtuple("Factors", "q a columns")
 
 # fmt: off
 @triton.jit
-def factors_of_all(gates, column, of):
-    """The `Factors` about one row for all pairs of a chunk, and whether none is out of range."""
-    r = tl.arange(0, of.CHUNK)  # [C]
-    high, low = chunk_gates(gates, column, of)  # [C, BK] each
-    early, early_low = load_gates(gates, tl.minimum(tl.maximum(r - 1, 0), gates.count - 1), column, of)  # [C, BK] each
-    middle = tl.zeros([1], tl.int32) + tl.minimum(of.CHUNK // 2, gates.count) - 1  # [1]
-    reference, reference_low = load_gates(gates, middle, column, of)  # [1, BK] each
-    exponent = between_rows(high, low, reference, reference_low, of.EXACT)  # [C, BK]
-    early = between_rows(early, early_low, reference, reference_low, of.EXACT)  # [C, BK]
-    whole = tl.max(tl.abs(exponent)) <= MOST_EXPONENT  # []
-    return Factors(tl.exp2(exponent), tl.exp2(early), tl.exp2(-exponent)), whole
-
-
-@triton.jit
 def factors_about(gates, column, level, of):
     """The `Factors` within blocks of `2^level` rows; whether one row suffices for all pairs of a block, and which pairs are in the same block.
 
@@ -76,7 +62,8 @@ def _add_scores(scores, four, gates, column, of, PRECISION: tl.constexpr):
     """Adds the scores of a slice of channels. Valid only below the diagonal."""
     operand: tl.constexpr = tl.bfloat16 if four.q.dtype == tl.bfloat16 else tl.float32
     qk, qb, ak, ab = scores
-    factors, whole = factors_of_all(gates, column, of)
+    level = gates.count * 0 + (of.CHUNK.bit_length() - 1)  # a tensor, as the loop changes it
+    factors, whole, together = factors_about(gates, column, level, of)
     # About one row for all pairs, or by halves if a factor would be too large.
     if whole:
         q, a, k, b = weighed(four, factors, operand, PRECISION)
@@ -85,7 +72,6 @@ def _add_scores(scores, four, gates, column, of, PRECISION: tl.constexpr):
         ak = tl.dot(a, tl.trans(k), ak, input_precision=PRECISION)  # [C, C]
         ab = tl.dot(a, tl.trans(b), ab, input_precision=PRECISION)  # [C, C]
     else:
-        level = gates.count * 0 + (of.CHUNK.bit_length() - 1)  # a tensor, as the loop changes it
         while level > 0:
             factors, whole, together = factors_about(gates, column, level, of)
             q, a, k, b = weighed(four, factors, operand, PRECISION)
