@@ -30,7 +30,11 @@ _FLOAT32 = {
     "gradients": "64 32 8 1, 32 32 4 1",
 }
 # Transitions of rank one: what differs in bfloat16.
-_RANK_ONE = {"scores": "64 64 8 1", "wy": "64 64 8 1, 32 32 4 1", "gradients": "32 64 4 1, 32 32 4 1"}
+_RANK_ONE = {
+    "scores": "64 64 8 1",
+    "wy": "64 128 8 1, 64 64 8 1, 32 32 4 1",
+    "gradients": "32 64 4 2, 32 64 4 1, 32 32 4 1",
+}
 _OTHERS = {
     "states": "128 64 4 2, 128 32 4 3, 128 128 8 3",
     "out": "128 64 4 2, 128 32 4 3, 128 128 8 3",
