@@ -173,7 +173,7 @@ RANK_ONE_SPILLS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dim, dtype", [(128, "bfloat16"), (256, "float32")])
+@pytest.mark.parametrize("dim, dtype", [(128, "bfloat16"), (64, "bfloat16"), (128, "float32")])
 @pytest.mark.parametrize("target", DEVICES)
 def test_transitions_of_rank_one_fit(target, dim, dtype):
     """With every option, and in splits."""

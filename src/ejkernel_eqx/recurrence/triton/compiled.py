@@ -17,7 +17,7 @@ from .tile_sizes import TritonConfig
 
 OPAQUE = True
 VERSION = 2
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM, MAX_RANK_ONE_DIM = 256, 128
 PARTS = {
     "chunk_size": BOTH,
     "splits": BOTH,
@@ -70,6 +70,9 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
             return "supports transitions of rank one, a and b, with a decay per key channel only"
         if problem.flag("delta") or problem.flag("beta") or problem.flag("skip"):
             return "does not support delta rules, write strengths or a skip with transitions of rank one"
+        if problem.dim("D") > MAX_RANK_ONE_DIM:
+            most = f"takes key dims up to {MAX_RANK_ONE_DIM} with transitions of rank one"
+            return f"{most}, not D {problem.dim('D')}"
     if problem.flag("decay") == VALUE:
         return "does not support a decay per value channel"
     if problem.flag("delta") and problem.flag("skip"):
