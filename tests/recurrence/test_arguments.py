@@ -276,9 +276,13 @@ class Own(ejx.Kernel):
 
 
 register("tests.rank_one")
+WIDE = jnp.zeros((3, 1, 136))
 ON_XLA = {
     "does not support a decay per value channel": lambda p: ejx.LinearAttention(platform=p)(q, k, v, gv=v),
     "transitions of rank one": lambda p: Own(p)(q, k, v),
+    "(up to 128 with|not support) transitions of rank one": lambda p: ejx.DPLRDeltaRule(platform=p)(
+        *6 * [WIDE]
+    ),
 }
 
 
