@@ -276,13 +276,9 @@ class Own(ejx.Kernel):
 
 
 register("tests.rank_one")
-WIDE = jnp.zeros((3, 1, 136))
 ON_XLA = {
     "does not support a decay per value channel": lambda p: ejx.LinearAttention(platform=p)(q, k, v, gv=v),
     "transitions of rank one": lambda p: Own(p)(q, k, v),
-    "(up to 128 with|not support) transitions of rank one": lambda p: ejx.DPLRDeltaRule(platform=p)(
-        *6 * [WIDE]
-    ),
 }
 
 
@@ -293,6 +289,15 @@ def test_what_is_no_work_for_kernels(reason, platform):
         pytest.importorskip("triton")
     with pytest.raises(ejx.UnsupportedError, match=f"{platform}': .*{reason}"):
         jax.eval_shape(lambda: ON_XLA[reason](platform))
+
+
+def test_wide_keys_with_transitions_of_rank_one():
+    pytest.importorskip("triton")
+    wide = jax.ShapeDtypeStruct((3, 1, 136), jnp.float32)
+    with pytest.raises(
+        ejx.UnsupportedError, match="takes key dims up to 128 with transitions of rank one, not D 136"
+    ):
+        jax.eval_shape(ejx.DPLRDeltaRule(platform="triton-interpret"), *6 * [wide])
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
