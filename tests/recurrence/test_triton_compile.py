@@ -166,7 +166,7 @@ def test_delta_rules_in_splits_fit(target, decay):
 RANK_ONE_SPILLS = {
     ("sm_80", "scores"): 464,
     ("sm_80", "pairs"): 384,
-    ("sm_80", "gradients"): 848,
+    ("sm_80", "gradients"): 704,
     ("sm_90", "scores"): 16,
     ("sm_90", "gradients"): 864,
     ("sm_100", "states"): 256,
