@@ -167,11 +167,12 @@ RANK_ONE_SPILLS = {
     ("sm_80", "scores"): 464,
     ("sm_80", "pairs"): 384,
     ("sm_80", "gradients"): 704,
-    ("sm_90", "scores"): 16,
+    ("sm_90", "scores"): 744,
     ("sm_90", "gradients"): 864,
+    ("sm_100", "scores"): 768,
     ("sm_100", "states"): 256,
     ("sm_100", "dstates"): 264,
-    ("sm_100", "gradients"): 432,
+    ("sm_100", "gradients"): 440,
 }
 
 
