@@ -32,6 +32,7 @@ IN_GUIDE = {
     "GatedLinearAttention": "GLA B4 T4096 H16 D128",
     "GatedDeltaRule": "gated delta rule B4 T4096 H16 D128",
     "KernelDeltaAttention": "KDA B4 T4096 H16 D128",
+    "DPLRDeltaRule": "DPLR B4 T4096 H16 D128",
     "StateSpaceV1": "selective scan B4 T4096 I2048 N16",
     "StateSpaceV2": "SSD B4 T4096 H64 P64 N128",
 }
