@@ -147,7 +147,9 @@ def _jaxtyped(function: Any, *, typechecker: Any, shaped: Any = jaxtyping.jaxtyp
         return function
     if any(map(_has_shapes, function.__annotations__.values())):
         return shaped(function, typechecker=typechecker)
+    written = dict(function.__annotations__)
     checked = typechecker(function)
+    function.__annotations__ = written  # beartype writes what it resolves
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -80,7 +80,7 @@ assert "FlashAttention" in names and "nn" in names and names == sorted(set(names
 private = [name for name in names if name.startswith("_") or name in ("TYPE_CHECKING", "dispatch", "core", "paged", "Any", "ast", "sys")]
 assert not private, private
 operations = ejx.kernel_registry.list_operations()
-assert len(operations) == 35 and "flash_attention" in operations, operations
+assert len(operations) == 37 and "flash_attention" in operations, operations
 platform = types.SimpleNamespace(
     config_type=int, unsupported=lambda *_: None, default_config=lambda *_: 1, candidates=lambda *_: [1], NOTE="of a third party")
 ejx.kernel_registry.register("third.party", "xla")(platform)
