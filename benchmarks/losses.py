@@ -79,7 +79,7 @@ def formula(problem: LossProblem) -> Callable[[Arrays, Arrays], Any]:
     def run(learned: Arrays, constants: Arrays) -> Any:
         labels = constants["labels"]
         real, log_p = labels >= 0, jax.nn.log_softmax(learned["x"] @ learned["weight"].T)
-        mean = lambda losses: jnp.sum(jnp.where(real, losses, 0)) / real.sum()
+        mean = lambda losses: jnp.sum(jnp.where(real, losses, 0)) / jnp.sum(real, dtype=losses.dtype)
         if problem.form == DIVERGENCE:
             teacher = jax.nn.log_softmax(constants["teacher_x"] @ constants["teacher_weight"].T)
             return mean(jnp.sum(jnp.exp(teacher) * (teacher - log_p), -1)), {}

@@ -42,8 +42,8 @@ from .paged.signature import WithLse
 from .quantised import QuantizedWeight
 from .recurrence.linear import FinalState
 from .recurrence.linear import State
-from .recurrence.state_space_v3 import FinalState
-from .recurrence.state_space_v3 import State
+from .recurrence.state_space_v3 import FinalStateAndLast
+from .recurrence.state_space_v3 import StateAndLast
 
 MODULES_KEPT: int
 
@@ -1328,7 +1328,7 @@ def state_space_v3(
     C_bias: Float[AnyArray, 'H M N'] | None = None,
     D: Float[AnyArray, ' H'] | None = None,
     mimo_x: Float[AnyArray, 'H M P'] | None = None,
-    initial_state: State | None = None,
+    initial_state: StateAndLast | None = None,
     cu_seqlens: Int[Numbers, ' S+1'] | None = None,
     segment_ids: Int[Numbers, '*B T'] | None = None,
     state_indices: Int[Numbers, ' B'] | None = None,
@@ -1338,7 +1338,7 @@ def state_space_v3(
     state_dtype: DTypeLike | None = None,
     platform: PlatformLike | None = None,
     config: Any | None = None,
-) -> tuple[Float[Array, '*B T M H P'], FinalState]: ...
+) -> tuple[Float[Array, '*B T M H P'], FinalStateAndLast]: ...
 
 @overload
 def unified_attention(

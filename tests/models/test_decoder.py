@@ -318,7 +318,7 @@ def test_tuning_and_explaining_find_every_kernel():
         (lambda: ANY_LAYER("mamba2", norms="behind"), "norms: expected one of"),
         (lambda: ANY_LAYER("mamba2", mixer_scales=(1.0,)), "mixer_scales: expected two numbers"),
         (lambda: ANY_LAYER("attention", beside="mamba2"), "beside: expected a BranchConfig or None"),
-        (lambda: ejx.models.BranchConfig("mamba3"), "mixer: expected one of .*mamba2"),
+        (lambda: ejx.models.BranchConfig("mamba4"), "mixer: expected one of .*mamba2"),
         (lambda: ANY_BRANCH("mamba2", (), (1.0, 1.0, 1.0)), "scales: expected two numbers"),
         (lambda: MLPConfig(0), "hidden_dim: expected a positive integer"),
         (lambda: MoEConfig({"num_experts": 2, "top_k": 1}), "options: expected an entry 'hidden_dim'"),

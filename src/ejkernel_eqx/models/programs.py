@@ -86,8 +86,8 @@ def read_call(
     stop = model.config.stop_tokens if stop_tokens is None else stop_tokens
     stop = read_stop(stop, model.config.vocab_size)
     # One transfer of all of them.
-    arrays = jax.device_put((rows, stop, np.int32(max_new_tokens)))
-    rules = Rules(*arrays, sampling.temperature > 0)
+    rows, stop, most = jax.device_put((rows, stop, np.int32(max_new_tokens)))
+    rules = Rules(rows, stop, most, sampling.temperature > 0)
     check_speculation(speculate, model.config.vocab_size)
     if tokens.shape[0] == 0:
         speculate = None  # pools have rows

@@ -115,7 +115,7 @@ def read_features(name: str, x: Any, form: str, letter: str, features: int) -> A
     return x
 
 
-def check_tokens(name: str, value: Any, kind: str, of: str, x: Array, form: str = "[..., T]") -> None:
+def check_tokens(name: str, value: Any, kind: str, of: str, x: Any, form: str = "[..., T]") -> None:
     """One entry of `kind` per token, or `None`."""
     if value is None:
         return

@@ -320,7 +320,8 @@ def _maps_all(
     outs = output_shapes(folded, wide)
     if any(leading.is_alone(name, x) for name, x in outs.items()):
         return False
-    alone = {name: x if leading.is_alone(name, x) else x[0] for name, x in wide.items()}
+    shape_of = lambda name, x: x.shape if leading.is_alone(name, x) else x.shape[1:]
+    alone = {name: jax.ShapeDtypeStruct(shape_of(name, x), x.dtype) for name, x in wide.items()}
     return outs.keys() == output_shapes(folded, alone).keys()
 
 

@@ -28,8 +28,8 @@ from .neighbours import neighbours_of, turned, whole
 from .operation import Recurrence
 from .spec import SCALAR
 
-State = tuple[Float[AnyArray, "... H P N"], Float[AnyArray, "... H L"]]
-FinalState = tuple[Float[Array, "... H P N"], Float[Array, "... H L"]]
+StateAndLast = tuple[Float[AnyArray, "... H P N"], Float[AnyArray, "... H L"]]
+FinalStateAndLast = tuple[Float[Array, "... H P N"], Float[Array, "... H L"]]
 
 _Inputs = namedtuple("_Inputs", "x dt g B C trap angles B_bias C_bias D mimo_x")
 """The operands of a call on sequences or of a step, all but for `x` by the names of the call."""
@@ -100,11 +100,11 @@ class StateSpaceV3(Recurrence):
         C_bias: Float[AnyArray, "H M N"] | None = None,
         D: Float[AnyArray, " H"] | None = None,
         mimo_x: Float[AnyArray, "H M P"] | None = None,
-        initial_state: State | None = None,
+        initial_state: StateAndLast | None = None,
         cu_seqlens: Int[Numbers, " S+1"] | None = None,
         segment_ids: Int[Numbers, "*B T"] | None = None,
         state_indices: Int[Numbers, " B"] | None = None,
-    ) -> tuple[Float[Array, "*B T M H P"], FinalState]:
+    ) -> tuple[Float[Array, "*B T M H P"], FinalStateAndLast]:
         r"""**Arguments:**
 
         - `x`: `[..., T, H, P]` with any number of leading axes; bf16, f16, f32 (f64 on XLA).
@@ -133,14 +133,14 @@ class StateSpaceV3(Recurrence):
         C: Float[AnyArray, "*B M G N"],
         trap: Float[AnyArray, "*B H"],
         angles: Float[AnyArray, "*B H J"],
-        state: State,
+        state: StateAndLast,
         *,
         B_bias: Float[AnyArray, "H M N"] | None = None,
         C_bias: Float[AnyArray, "H M N"] | None = None,
         D: Float[AnyArray, " H"] | None = None,
         mimo_x: Float[AnyArray, "H M P"] | None = None,
         state_indices: Int[Numbers, " B"] | None = None,
-    ) -> tuple[Float[Array, "*B M H P"], FinalState]:
+    ) -> tuple[Float[Array, "*B M H P"], FinalStateAndLast]:
         """Processes one token per row, for decoding. Arguments are those of a call without the token axis; `state` is a pair, `state_indices` and
         results as in [`ejkernel_eqx.GatedLinearAttention.step`][]. With more than one rank the token is a sequence of a call."""
         frame = step_frame_of(x, "x", "H P", state_indices)

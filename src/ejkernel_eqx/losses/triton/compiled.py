@@ -83,7 +83,8 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
         block = min(2 * block // item, padded(words, 256))
         tiles.append((block, max(1, min(warps, block // each))))
     pairs = [(sizes[0], tile) for tile in tiles] + [(size, tiles[0]) for size in sizes[1:]]
-    return list(dict.fromkeys(TritonConfig(alone, size, *tile, is_nvidia) for size, tile in pairs))
+    made = (TritonConfig(alone, size, block, warps, is_nvidia) for size, (block, warps) in pairs)
+    return list(dict.fromkeys(made))
 
 
 def over_chunks(
