@@ -63,3 +63,14 @@ def test_one_chunk_where_its_logits_take_no_more_than_a_sum():
     assert size_of(model | dict(N=16384)) == size_of(model | dict(N=8192), "float16") == (1536, 4096)
     assert size_of(dict(N=16384, E=1024, V=50304)) == (3968, 3968)
     assert size_of(dict(N=5, E=64, V=50), "float32") == (2_000_000, 2_000_000)
+
+
+def test_float16_is_taken_by_name_only():
+    """Its largest number is less than logits may be."""
+    reasons = {
+        dtype: triton.by_request(
+            example_problem(OPERATION, dict(N=9, E=16, V=20), dtype, {}), DEVICES["sm_90"]
+        )
+        for dtype in ("float16", "bfloat16", "float32")
+    }
+    assert reasons["bfloat16"] is reasons["float32"] is None and "65,504" in str(reasons["float16"])

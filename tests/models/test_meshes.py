@@ -88,6 +88,18 @@ def test_a_published_model_runs_on_a_mesh(kind, name, platform, tmp_path):
         assert meshes.lies(logits, mesh, P(ROWS, None, None))
 
 
+@pytest.mark.parametrize("prompts", [[[11, 12, 13], [20, 1, 2]], np.array([11, 12, 13])], ids=["list", "row"])
+def test_a_mesh_of_one_device_generates(prompts):
+    """Tokens, lengths and flags have different ranks."""
+    config = GOLDEN["llama"]["config"] | {"num_hidden_layers": 1}
+    model = ejx.models.from_config(config, key=jax.random.key(0))
+    mesh = jax.make_mesh((1,), ("data",))
+    call = lambda model: ejx.models.generate(model, prompts, max_new_tokens=3, stop_tokens=())
+    placed, alone = call(ejx.models.place(model, model, mesh)), call(model)
+    for found, expected in zip(placed, alone, strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
 @pytest.mark.slow
 def test_lists_of_tokens_go_to_the_devices_of_the_model():
     """They are arrays of no device that a caller chose."""

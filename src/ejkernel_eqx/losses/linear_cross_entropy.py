@@ -32,7 +32,8 @@ class LinearCrossEntropy(Kernel):
     A mesh may split the tokens over some of its axes, and the vocabulary over another one. Its devices then exchange a few numbers of each token in
     one collective, and add up the gradient of `x`.
 
-    On the Triton platform logits are rounded to the dtype of `x`, except for those of the labels, which stay in float32.
+    On the Triton platform logits are rounded to the dtype of `x`, except for those of the labels, which stay in float32. Float16 ends at 65,504, so
+    float16 runs on XLA unless Triton is named.
 
     Platforms: Triton (`"triton"`, `"triton-interpret"`; not for float64), XLA (`"xla"`). Derivatives: reverse mode.
     """

@@ -144,11 +144,8 @@ def results_of(tokens: Tokens, is_real: Array, spec: LossSpec) -> dict[str, Arra
 
 def slope_of(cotangents: Mapping[str, Array], spec: LossSpec, words: int) -> Slope:
     """The slope of `results_of`, whose cotangents are 0 where they are absent."""
-    like, of_loss, of_entropy = (
-        next(iter(cotangents.values())),
-        cotangents.get("losses"),
-        cotangents.get("entropy"),
-    )
+    like = next(iter(cotangents.values()))
+    of_loss, of_entropy = cotangents.get("losses"), cotangents.get("entropy")
     of_p = of_label = jnp.zeros_like(like)
     of_p_lse = of_all = None
     if of_loss is not None:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from .._signatures import explained
@@ -82,8 +83,13 @@ def generate(
     is_on_one = is_known(results[0]) and len(results[0].sharding.device_set) == 1
     new, lengths, finite = jax.device_get(results) if is_on_one else results
     lead, most = call.lead, max_new_tokens
-    found = Generated(new[:, :most].reshape(*lead, most), lengths.reshape(lead), finite.reshape(lead))
-    return jax.device_put(found, results[0].sharding) if is_on_one else found
+    generated = Generated(new[:, :most].reshape(*lead, most), lengths.reshape(lead), finite.reshape(lead))
+    if not is_on_one:
+        return generated
+    place = results[0].sharding
+    if isinstance(place, NamedSharding):  # for arrays of any rank
+        place = NamedSharding(place.mesh, PartitionSpec())
+    return jax.device_put(generated, place)
 
 
 # The host reads the number of tokens after so many steps.

@@ -307,10 +307,7 @@ def under_vmap(function: Callable[[Any], Any], rule: Callable[[int, Any, Any], A
 
 
 def _maps_all(
-    folded: Callable[[Arrays], Arrays],
-    leading: Leading,
-    wide: Arrays,
-    is_mapped: Mapping[str, bool],
+    folded: Callable[[Arrays], Arrays], leading: Leading, wide: Arrays, is_mapped: Mapping[str, bool]
 ) -> bool:
     """Returns whether no shared array is mapped, and every result has the leading axes and is one of a call alone, too."""
     if any(is_mapped[name] for name in leading.shared & wide.keys()):

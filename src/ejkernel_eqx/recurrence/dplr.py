@@ -33,8 +33,8 @@ class DPLRDeltaRule(Recurrence):
     Let $R$ be the largest head count. Output head $r$ reads head $\lfloor r / (R / n) \rfloor$ of an operand with $n$ heads. The state has
     the largest head count of `k`, `v`, `a`, `b`, `g`.
 
-    Platforms: Triton (`"triton"`, `"triton-interpret"`) and XLA (`"xla"`). Differentiable in reverse mode in every float argument and through both
-    results; `platform="xla"` also supports forward mode and second derivatives.
+    Platforms: Triton (`"triton"`, `"triton-interpret"`; key dims up to 128, not float64) and XLA (`"xla"`). Differentiable in reverse mode in every
+    float argument and through both results; `platform="xla"` also supports forward mode and second derivatives.
 
     Sources: Peng et al., *RWKV-7 "Goose" with Expressive Dynamic State Evolution* (2025); Yang et al., *Parallelizing Linear
     Transformers with the Delta Rule over Sequence Length* (2024), whose WY form of a chunk it generalises.

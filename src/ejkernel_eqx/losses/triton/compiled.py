@@ -60,6 +60,13 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
     return "takes float32, float16 and bfloat16, not float64" if problem.dtype("x") == "float64" else None
 
 
+def by_request(problem: Problem, device: DeviceFacts) -> str | None:
+    is_narrow = problem.dtype("x") == "float16"
+    return (
+        "takes float16 if named, as it stores logits in float16, which ends at 65,504" if is_narrow else None
+    )
+
+
 def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
     return candidates(problem, device)[0]
 
