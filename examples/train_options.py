@@ -162,6 +162,10 @@ def _check_mesh(args: argparse.Namespace) -> None:
         )
     if args.float8 and args.mesh.shape["tensor"] > 1:
         raise UsageError("--float8: expected a --mesh without tensor, which splits features; leave one out.")
+    if args.float8 and args.mesh.size > 1 and args.mlp == "moe":
+        raise UsageError(
+            "--float8: expected none with --mlp moe on a --mesh, whose experts are not multiplied in float8; leave one out."
+        )
     if args.lora:
         raise UsageError(
             "--lora: expected none with --mesh, whose recipe splits whole matrices; leave one out."

@@ -266,3 +266,15 @@ def test_the_tuner_has_inputs_for_it(problem):
         arrays.log_forget.shape[0] == 1
     )
     assert float(arrays.log_forget.max()) < 0 and np.unique(arrays.log_forget).size > 2
+
+
+@pytest.mark.parametrize("closed", [-1e3, -1e30])
+def test_a_closed_gate_begins_a_row(closed):
+    """What comes after it is as if the row began there, however small its number."""
+    q, k, v = (jax.random.normal(key, (60, 2, 16)) for key in jax.random.split(jax.random.key(0), 3))
+    x = gates(60, 2).at[20].set(closed)
+    attend = ejx.FlashAttention(causal=True)
+    found, rest = attend(q, k, v, log_forget=x), slice(20, None)
+    assert_close(
+        found[rest], np.asarray(attend(q[rest], k[rest], v[rest], log_forget=x[rest].at[0].set(-0.5)))
+    )

@@ -268,3 +268,21 @@ def test_what_a_mesh_may_not_split():
         some = ejx.with_float8_training(mixture, where=lambda path, name=name: name in path)
         with pytest.raises(ValueError, match=r"experts: .* received weights of with_float8_training"):
             some(jax.device_put(x, jax.NamedSharding(mesh, jax.P("dp"))))
+
+
+def test_experts_alone_and_back():
+    """Experts are known by their class, and what `where=` chose is undone."""
+    options = {"num_experts": 2, "top_k": 1, "activation": "silu"}
+    mixture = ejx.nn.MixtureOfExperts(128, 128, **options, key=jax.random.key(0))
+    alone = eqx.tree_at(lambda m: m.experts, mixture, ejx.with_float8_training(mixture.experts))
+    loss = lambda model, x: jnp.sum(model(x) ** 2)
+    grads = [
+        eqx.filter_grad(loss)(m, normal(1, 300, 128)) for m in (alone, ejx.with_float8_training(mixture))
+    ]
+    assert jnp.any(grads[0].experts.up_proj.array != 0)
+    for a, b in zip(*map(jax.tree.leaves, grads), strict=True):
+        np.testing.assert_array_equal(a, b)
+    narrow = linear(64, 64)
+    changed = ejx.with_float8_training(narrow, where=lambda path: True)
+    assert isinstance(changed.weight, ejx.Float8Weight)
+    assert ejx.with_float8_training(changed, False).weight is narrow.weight

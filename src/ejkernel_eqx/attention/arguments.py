@@ -184,7 +184,9 @@ def _log_forget(scoring: ScoreInputs, lead: tuple[int, ...], keys: Any, heads: i
     )
     # Of padding they may be NaN.
     show = lambda x: f"{np.nanmin(x)} to {np.nanmax(x)}"
-    return checked(array, given, lambda x: (x > 0) | (x == -np.inf), say, show)
+    gates = checked(array, given, lambda x: (x > 0) | (x == -np.inf), say, show)
+    # Of e^-104 nothing is left in float32. A number beyond would hide the gates beside it in their sum.
+    return jnp.maximum(gates, jnp.asarray(-104, gates.dtype))
 
 
 def _with_known_form(

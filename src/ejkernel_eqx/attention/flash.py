@@ -138,7 +138,8 @@ class FlashAttention(Kernel):
         - `alibi_slopes`: `[H]`. Differentiable.
         - `log_forget`: `[..., S, H]`, logarithms of the forget gates of each key's token, one per query head: finite, at most 0. A query's weight of
             a key is multiplied by the gates of the tokens behind the key, up to the query's own. Needs `causal=True`; not with `alibi_slopes`.
-            Gates of padding are taken to be 1. With cached keys, pass their gates as well. Differentiable.
+            Gates of padding are taken to be 1, numbers below -104 as -104. With cached keys, pass their gates as well. Differentiable. Then the
+            default is XLA; Triton runs with `platform="triton"`.
         - `q_offset`: position of the first query among the keys; an int or one per row. Default `S - T`: the last query is aligned with the last key.
         - `key`: PRNG key for dropout. `inference`: disable dropout; defaults to the module's `inference` field (`eqx.nn.inference_mode`).
         - `return_lse`: also return the log-sum-exp of the scores.

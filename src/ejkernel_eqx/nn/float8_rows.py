@@ -44,7 +44,7 @@ def with_float8_rows(
     """
     kernel = ScaledMatmul(platform=platform) if enabled else None
 
-    def changed(path: str, weight: Any) -> Any:
+    def changed(path: str, weight: Any, is_stacked: bool) -> Any:
         is_float8 = is_quantised(weight) and weight.format.element == "float8_e4m3fn"
         if not is_float8 or weight.format.block[1] % 128 or not (where is None or where(path)):
             return None
@@ -92,31 +92,34 @@ def with_float8_training(
     kernel = ScaledMatmul(platform=platform)
     grouped = GroupedMatmul(transpose_rhs=True, platform=platform)
 
-    def changed(path: str, weight: Any) -> Any:
+    def changed(path: str, weight: Any, is_stacked: bool) -> Any:
+        if not enabled:
+            is_chosen = isinstance(weight, Float8Weight) and (where is None or where(path))
+            return weight.array if is_chosen else None
         array = weight.array if isinstance(weight, Float8Weight) else weight
         if is_quantised(array) or not eqx.is_inexact_array(array):
             return None
         by_default = min(array.shape[-2:]) >= 128 and not path.endswith(".head.weight")
         if not (by_default if where is None else where(path)):
             return None
-        is_stacked = ".experts." in path
-        return Float8Weight(array, kernel, grouped if is_stacked else None) if enabled else array
+        return Float8Weight(array, kernel, grouped if is_stacked else None)
 
-    return _replaced(
-        model,
-        changed,
-        "a weight of floats with 128 inputs and outputs or more, received none; where= may choose others.",
+    wanted = (
+        "a weight of floats with 128 inputs and outputs or more, received none; where= may choose others."
     )
+    return _replaced(model, changed, wanted if enabled else None)
 
 
-def _replaced(model: Any, changed: Callable[[str, Any], Any], expected: str) -> Any:
-    """The model with the weights that `changed(path, weight)` returns; those for which it returns `None` stay."""
+def _replaced(model: Any, changed: Callable[[str, Any, bool], Any], expected: str | None) -> Any:
+    """The model with the weights that `changed(path, weight, are_experts)` returns; those for which it returns `None` stay. It has some, unless
+    nothing is `expected`."""
     count = 0
 
     def of_node(path: Any, node: Any) -> Any:
         nonlocal count
         for name in _WEIGHTS.get(type(node), ()):
-            new = changed(f"{jax.tree_util.keystr(path)}.{name}", weight := getattr(node, name))
+            weight, is_stacked = getattr(node, name), not isinstance(node, eqx.nn.Linear)
+            new = changed(f"{jax.tree_util.keystr(path)}.{name}", weight, is_stacked)
             if new is None:
                 continue
             count += 1
@@ -126,6 +129,6 @@ def _replaced(model: Any, changed: Callable[[str, Any], Any], expected: str) -> 
         return node
 
     model = jax.tree_util.tree_map_with_path(of_node, model, is_leaf=lambda node: type(node) in _WEIGHTS)
-    if not count:
+    if not count and expected is not None:
         raise ValueError(f"model: expected a linear layer or experts with {expected}")
     return model

@@ -13,6 +13,7 @@ from .._broadcast import like
 from .._shapes import AnyArray, Bool, Float, Int
 from .._signatures import Module
 from .._values import check_known, refused_if, stops_programs
+from ..core.arguments import accumulator
 from ..parallel import Leading, over_mesh
 from ..sequences.cumsum import running_count
 from .arguments import broadcasts, is_known, named_dtype, read_array, read_batch_shape, read_sizes
@@ -74,7 +75,8 @@ class KVCache(Module):
         rows = empty_rows(batch_shape, sizes, v_head_dim, dtype)
         if num_gates is None:
             return cls(**rows)
-        return cls(**rows, log_forget=jnp.zeros((*rows["k"].shape[:-2], *read_sizes(num_gates=num_gates))))
+        shape = (*rows["k"].shape[:-2], *read_sizes(num_gates=num_gates))
+        return cls(**rows, log_forget=jnp.zeros(shape, accumulator(rows["k"].dtype)))
 
     @property
     def max_length(self) -> int:

@@ -31,7 +31,7 @@ from .kv_cache import marked
 from .latent_cache import LatentCache
 from .paged_layer import check_pool, over_pages, PagedLayer
 from .parts import Parts
-from .projection import compute_dtype_of, product, project, stored_dtype_of
+from .projection import compute_dtype_of, in_float8, product, project, stored_dtype_of
 from .published import Published
 from .signatures import LatentInputs, SameOutput, Tokens
 from .split_attention import places_over, split_of
@@ -333,6 +333,7 @@ class MultiHeadLatentAttention(PagedLayer[PagedLatentCache], Published):
         linear, heads = self.kv_b_proj, self.num_heads
         width = self.qk_nope_head_dim + self.v_head_dim
         is_plain = type(linear) is eqx.nn.Linear and linear.bias is None
+        is_plain = is_plain and not in_float8(latent, linear.weight)
         if is_plain and linear.weight.shape == (heads * width, self.kv_lora_rank) and splits_weights(latent):
             # Kernels take keys and values apart. With many tokens it is the weights that are fewer to copy.
             parts = [w.reshape(-1, w.shape[-1]) for w in self._weights(linear.weight.dtype)]
