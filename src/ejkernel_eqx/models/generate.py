@@ -13,6 +13,7 @@ from .._signatures import explained
 from ..nn.arguments import is_known
 from .decoder import Decoder
 from .programs import read_call, run, warn_of_rows
+from .prompts import is_on_one_device
 from .sampling import Sampling
 from .speculative import Speculation
 
@@ -77,11 +78,11 @@ def generate(
     _check_progress(progress, call.is_known)
     tell = None if progress is None else lambda count: progress(count, max_new_tokens)
     results = run(call, cache_dtype, tell, _TURNS)
-    if is_known(results[2]):
-        warn_of_rows("generate", np.asarray(results[2]), callers=3)
     # The host cuts what one device has, which compiles no program for each number of columns.
-    is_on_one = is_known(results[0]) and len(results[0].sharding.device_set) == 1
+    is_on_one = is_on_one_device(results[0])
     new, lengths, finite = jax.device_get(results) if is_on_one else results
+    if is_known(finite):
+        warn_of_rows("generate", np.asarray(finite), callers=3)
     lead, most = call.lead, max_new_tokens
     generated = Generated(new[:, :most].reshape(*lead, most), lengths.reshape(lead), finite.reshape(lead))
     if not is_on_one:

@@ -47,17 +47,19 @@ def widened(*rows: Any) -> tuple[Any, ...]:
     return tuple(np.pad(x, ((0, 0), (before, 0))) for x in rows)
 
 
+def is_on_one_device(x: Any) -> bool:
+    """Returns whether the host can read an array of JAX from one device."""
+    return isinstance(x, Array) and is_known(x) and len(x.sharding.device_set) == 1
+
+
 def device_of(prompts: Any) -> Sharding | None:
     """Where the caller has put an array of prompts, if on one device. Other prompts go to the devices of the model."""
-    is_placed = isinstance(prompts, Array) and is_known(prompts) and prompts.committed
-    return prompts.sharding if is_placed and len(prompts.sharding.device_set) == 1 else None
+    return prompts.sharding if is_on_one_device(prompts) and prompts.committed else None
 
 
-def _on_host(x: Any) -> Any:
-    """The array in NumPy, where the host can read it from one device: each operation on it there would be a launch."""
-    if isinstance(x, Array) and not (is_known(x) and len(x.sharding.device_set) == 1):
-        return x
-    return np.asarray(x)
+def _on_host(x: Array) -> Any:
+    """The array in NumPy, if one device has it: each operation on it there would be a launch."""
+    return np.asarray(x) if is_on_one_device(x) else x
 
 
 def read_stop(stop: Any, vocabulary: int) -> np.ndarray:
