@@ -133,11 +133,8 @@ class Mamba3Mixer(RecurrentLayer):
         self.recurrence = parts.operation(StateSpaceV3, state_dtype, config, interleaved=mimo_rank is None)
         self.embed_dim, self.inner_dim, self.compute_dtype = embed_dim, inner, parts.compute_dtype
         self.num_heads, self.num_groups, self.state_size = heads, num_groups, state_size
-        self.num_angles, self.mimo_rank, self.min_rate = (
-            angles,
-            None if mimo_rank is None else ranks,
-            float(min_rate),
-        )
+        self.num_angles, self.min_rate = angles, float(min_rate)
+        self.mimo_rank = None if mimo_rank is None else ranks
 
     def _projections(self) -> tuple[Any, ...]:
         return self.in_proj, self.out_proj

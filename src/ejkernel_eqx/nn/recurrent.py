@@ -92,17 +92,17 @@ class RecurrentLayer(Published):
             the number of tokens that one call verifies, including the certain one before the drafts.
         """
         batch = read_batch_shape(batch_shape)
-        shapes, count = self._state_shapes(batch), len(self._kept()[0])
+        shapes, convolutions = self._state_shapes(batch), len(self._kept()[0])
         stored = self._stored_dtype()
         dtype = stored if dtype is None else read_dtype("dtype", dtype)
         # A short convolution in the place of the recurrence keeps inputs, as others do.
         is_short = isinstance(self.recurrence, CausalConv1d)
         wide = dtype if is_short else self.recurrence.state_dtype or accumulator(stored)
         # Beside its matrix, a state in two parts has numbers that are not rounded.
-        dtypes = wide, *(accumulator(stored) for _ in shapes[count + 1 :])
-        parts = [jnp.zeros(shape, own) for shape, own in zip(shapes[count:], dtypes, strict=True)]
+        dtypes = wide, *(accumulator(stored) for _ in shapes[convolutions + 1 :])
+        parts = [jnp.zeros(shape, own) for shape, own in zip(shapes[convolutions:], dtypes, strict=True)]
         state = RecurrentState(
-            conv=tuple(jnp.zeros(shape, dtype) for shape in shapes[:count]),
+            conv=tuple(jnp.zeros(shape, dtype) for shape in shapes[:convolutions]),
             recurrent=tuple(parts) if len(parts) > 1 else parts[0],
         )
         count = read_count("num_draft_tokens", num_draft_tokens)

@@ -11,6 +11,7 @@ from .._broadcast import like
 from ..core.frame import Frame
 from ..parallel import explicit_mesh, match_sharding
 from ..parallel.mesh import resharded, spec_of
+from ..rotary.embedding import turn_halves, turn_neighbours
 from ..sequences.cumsum import shifted
 from ..sequences.packing import ended
 from ..sequences.tokens import over
@@ -143,10 +144,7 @@ def whole(angle: Array) -> Array:
 
 def turned(x: Array, angles: Array, interleaved: bool) -> Array:
     """`x [..., N]` with its first pairs of channels rotated by `angles [..., J]`. A pair is two neighbours, or one channel of each half."""
-    pairs = x.shape[-1] // 2
-    rest = [(0, 0)] * (angles.ndim - 1) + [(0, pairs - angles.shape[-1])]
+    rest = [(0, 0)] * (angles.ndim - 1) + [(0, x.shape[-1] // 2 - angles.shape[-1])]
     cos, sin = jnp.pad(jnp.cos(angles), rest, constant_values=1), jnp.pad(jnp.sin(angles), rest)
-    axis = x.ndim if interleaved else x.ndim - 1
-    parts = x.reshape(*x.shape[:-1], *((pairs, 2) if interleaved else (2, pairs))).astype(angles.dtype)
-    a, b = (lax.index_in_dim(parts, n, axis, keepdims=False) for n in (0, 1))
-    return jnp.stack([a * cos - b * sin, a * sin + b * cos], axis).reshape(x.shape).astype(x.dtype)
+    turn = turn_neighbours if interleaved else turn_halves
+    return turn(x.astype(angles.dtype), cos, sin).astype(x.dtype)

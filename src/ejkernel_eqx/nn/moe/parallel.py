@@ -134,7 +134,7 @@ def _check_arrays(experts: Any) -> None:
     if any(isinstance(w, Float8Weight) for w in (experts.gate_proj, experts.up_proj, experts.down_proj)):
         raise ValueError(
             "experts: expected arrays or quantised weights on a mesh, received weights of with_float8_training; leave experts out by "
-            "where=lambda path: '.experts.' not in path."
+            "where=lambda path: '.experts.' not in path and not path.endswith('.head.weight')."
         )
 
 
