@@ -226,7 +226,10 @@ def _plain_lightning(learned: Arrays, state: Array, block: int) -> tuple[Array, 
 
 def _plain_product(learned: Arrays, state: Array, block: int) -> tuple[Array, Array]:
     """A token for each write, of which the first has the decay and the last one's output counts."""
-    tokens = {name: learned[name].reshape(*learned["q"].shape[:1], -1, *learned[name].shape[3:]) for name in ("k", "v", "beta")}
+    tokens = {
+        name: learned[name].reshape(*learned["q"].shape[:1], -1, *learned[name].shape[3:])
+        for name in ("k", "v", "beta")
+    }
     decays = jnp.pad(learned["g"][:, :, None], ((0, 0), (0, 0), (0, _WRITES - 1), (0, 0)))
     tokens["g"] = decays.reshape(*tokens["beta"].shape, 1, 1)
     tokens["q"] = jnp.repeat(learned["q"], _WRITES, axis=1)

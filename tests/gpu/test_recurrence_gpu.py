@@ -293,7 +293,14 @@ def test_operations_of_these_kernels(member, dtype):
     else:
         make, dt = ejx.StateSpaceV3, jax.nn.softplus(normal(4) - 2)
         ranks = (normal(2, 1, 64).astype(dtype) for _ in range(2))
-        arrays = [normal(4, 64).astype(dtype), dt, -dt, *ranks, jax.nn.sigmoid(normal(4)), 0.1 * normal(1, 16)]
+        arrays = [
+            normal(4, 64).astype(dtype),
+            dt,
+            -dt,
+            *ranks,
+            jax.nn.sigmoid(normal(4)),
+            0.1 * normal(1, 16),
+        ]
         named = {"D": jnp.ones(4)}
 
     def run(platform):
