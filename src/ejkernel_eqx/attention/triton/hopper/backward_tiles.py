@@ -63,6 +63,8 @@ def problem_unfit(problem: Problem) -> str | None:
     """Says the same for any device."""
     if (reason := tile_sizes.problem_unfit(problem)) is not None:
         return reason
+    if problem.flag("log_forget"):
+        return "takes no log_forget"
     if problem.flag("tiles") or problem.flag("block_size"):
         return "takes no lists of tiles"
     if problem.flag("soft_cap") and tile_sizes.padded_width(problem) > WIDEST:

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ....launch.constants import LN2, LOG2E
-from ..tile import key_tiles
+from ..tile import coarse_of, GATES, key_tiles, sums_of
 from .scores import (
     _clear,
     _own_sum,
@@ -150,7 +150,16 @@ def _shared_memory(dtype: gl.constexpr, QUERY_TILES: gl.constexpr, IN_PLACE: gl.
 
 
 @gluon.jit
-def _consumer(queue, buffers, barriers, outputs, sinks_ptr, tiles, row_arrays, lengths, W: gl.constexpr, sizes: gl.constexpr, scoring: gl.constexpr,
+def _key_gates(sums_ptr, first, coarse, S, BLOCK_K: gl.constexpr):
+    """What gates take from the scores of the keys from `first` on `[BLOCK_K]`, for queries whose coarse sum is `coarse`. Those past the end are any numbers
+    of the same head."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
+    gates = gl.load(gl.multiple_of(sums_ptr + first + gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout)), [16]))  # [BLOCK_K]
+    return gates + (coarse_of(sums_ptr, S, first) - coarse)
+
+
+@gluon.jit
+def _consumer(queue, buffers, barriers, outputs, sinks_ptr, slopes_ptr, tiles, row_arrays, lengths, W: gl.constexpr, sizes: gl.constexpr, scoring: gl.constexpr,
               masking: gl.constexpr, SINKS: gl.constexpr, IN_PLACE: gl.constexpr):
     """Attends with rows `64 W` to `64 W + 63` of every tile of queries."""
     CONSUMERS: gl.constexpr = sizes.CONSUMERS
@@ -199,6 +208,13 @@ def _consumer(queue, buffers, barriers, outputs, sinks_ptr, tiles, row_arrays, l
             past = gl.load(row_arrays.past + b * T + rows, mask=rows < T, other=0)  # [64]
         marks = row_arrays.marks + b * ((S + BLOCK_K - 1) // BLOCK_K * BLOCK_K)
         top, total = _begun(sinks_ptr, bh, BLOCK_K, BOUNDED, SINKS)
+        if scoring.GATES:
+            sums_ptr, own_ptr = sums_of(slopes_ptr, gl.to_tensor(bh).to(gl.int64), lengths)
+            coarse = coarse_of(own_ptr, T, m * BLOCK_Q)
+            gates = _key_gates(sums_ptr, (hi - 1) * BLOCK_K, coarse, S, BLOCK_K)  # [BLOCK_K]
+            # Until they end, rows lack the rest of their own sums.
+            if SINKS:
+                top -= gl.load(own_ptr + rows, mask=rows < T, other=0.0)
         acc = gl.zeros([ROWS_EACH, V], gl.float32, layout)  # [64, BLOCK_V]
         # The last tile of keys, which may be partly hidden or past the end. (A sum that two loops or branches carry would be spilled or unpacked:
         # there is one loop, and what hides keys is a branch in it.)
@@ -208,6 +224,8 @@ def _consumer(queue, buffers, barriers, outputs, sinks_ptr, tiles, row_arrays, l
         mbarrier.arrive(k_empty.index(done % NUM_STAGES), count=1)
         queries = Queries(row, first, past, row_arrays.segments + b * T)
         s, unseen = _scored(qk, True, queries, (hi - 1) * BLOCK_K, kind, marks, lengths, scoring, masking)
+        if scoring.GATES:
+            s = s * (scoring.SCALE * LOG2E) - gl.expand_dims(gates, 0)
         p, alpha, top, total = _softmax(s, top, total, scoring, GUARD)
         if TABLE:
             if unseen:
@@ -217,6 +235,8 @@ def _consumer(queue, buffers, barriers, outputs, sinks_ptr, tiles, row_arrays, l
         for i in range(1, hi - lo):
             n = hi - 1 - i
             at = done + i
+            if scoring.GATES:
+                gates = _key_gates(sums_ptr, n * BLOCK_K, coarse, S, BLOCK_K)  # [BLOCK_K]
             mbarrier.wait(k_full.index(at % NUM_STAGES), (at // NUM_STAGES) & 1)
             _await_named(W)
             qk = _scores(q, ks, at)
@@ -228,6 +248,8 @@ def _consumer(queue, buffers, barriers, outputs, sinks_ptr, tiles, row_arrays, l
             if GUARD:
                 partly = (n >= full_hi) | (n < full_lo)
             s, unseen = _scored(qk, partly, queries, n * BLOCK_K, kind, marks, lengths, scoring, masking)
+            if scoring.GATES:
+                s = s * (scoring.SCALE * LOG2E) - gl.expand_dims(gates, 0)
             weights, alpha, top, total = _softmax(s, top, total, scoring, GUARD)
             if UNDER:
                 # Never so. NVIDIA's assembler would else move the wait to before the softmax, which runs under the product; it moves none across a branch
@@ -253,6 +275,8 @@ def _consumer(queue, buffers, barriers, outputs, sinks_ptr, tiles, row_arrays, l
             upcoming = following.t
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_empty.index((done - 1) % NUM_STAGES), count=1)
+        if scoring.GATES:
+            top += gl.load(own_ptr + rows, mask=rows < T, other=0.0)
         total, some, lse = _log_sums(top, total, BOUNDED)
         gl.store(lse_ptr + gl.to_tensor(bh).to(gl.int64) * T + rows, lse, mask=rows < T)
         _store_out(acc, total, some, buffers.out.index(W), out_desc, [b, h, row, 0])
@@ -365,14 +389,14 @@ def _tiles_of(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, COLU
 
 @gluon.jit
 def hopper_forward_kernel(
-    q_ptr, k_ptr, v_ptr, sinks_ptr,  # [B, T, H, D], [B, S, K, D], [B, S, K, V], [B, H]
+    q_ptr, k_ptr, v_ptr, sinks_ptr, slopes_ptr,  # [B, T, H, D], [B, S, K, D], [B, S, K, V], [B, H], of gates as in `HeadArrays`
     q_segments_ptr, marks_ptr, first_ptr, past_ptr,  # [B, T] and, of keys, [B, S rounded up to whole tiles]
     tiles_ptr, kinds_ptr, schedule_ptr, no_claims_ptr,  # [B, tiles, 4], [B, tiles], [tiles of each program + 1, programs], as claims
     B, T, S, offset,
     claims_ptr, out_ptr, lse_ptr,  # 0 [1], [B, T, H, V], [B, H, T]
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr,
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr,
-    FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, SINKS: gl.constexpr,
+    FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, SINKS: gl.constexpr, ALIBI: gl.constexpr,
     ROWS: gl.constexpr, SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr, GUARD: gl.constexpr, IN_PLACE: gl.constexpr,
     RESCALE_THRESHOLD: gl.constexpr,
 ):
@@ -383,7 +407,7 @@ def hopper_forward_kernel(
     CONSUMERS: gl.constexpr = BLOCK_Q // ROWS_EACH
     BOUNDED: gl.constexpr = CAP > 0 and MULTIPLIER <= BOUND and not SINKS and dtype == gl.bfloat16
     sizes: gl.constexpr = Sizes(CONSUMERS, H, K, D, V, BLOCK_D, BLOCK_V, BLOCK_Q, BLOCK_K, NUM_STAGES)
-    scoring: gl.constexpr = Scoring(SCALE, CAP, FAST_TANH, MULTIPLIER, BOUNDED, RESCALE_THRESHOLD)
+    scoring: gl.constexpr = Scoring(SCALE, CAP, FAST_TANH, MULTIPLIER, BOUNDED, RESCALE_THRESHOLD, ALIBI == GATES)
     masking: gl.constexpr = Masking(LEFT, RIGHT, ROWS, SEGMENTS, ROWS or SEGMENTS, EVEN_K, GUARD)
     buffers, barriers = _shared_memory(dtype, CONSUMERS, IN_PLACE, sizes)
     queue = WorkQueue(barriers.q_full, barriers.q_full, barriers.q_empty)  # not used
@@ -396,14 +420,14 @@ def hopper_forward_kernel(
     row_arrays = RowArrays(first_ptr, past_ptr, q_segments_ptr, marks_ptr)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consumer, (queue, buffers, barriers, outputs, sinks_ptr, tiles, row_arrays, lengths, 0, sizes, scoring, masking, SINKS, IN_PLACE)),
-            (_consumer, (queue, buffers, barriers, outputs, sinks_ptr, tiles, row_arrays, lengths, 1, sizes, scoring, masking, SINKS, IN_PLACE)),
+            (_consumer, (queue, buffers, barriers, outputs, sinks_ptr, slopes_ptr, tiles, row_arrays, lengths, 0, sizes, scoring, masking, SINKS, IN_PLACE)),
+            (_consumer, (queue, buffers, barriers, outputs, sinks_ptr, slopes_ptr, tiles, row_arrays, lengths, 1, sizes, scoring, masking, SINKS, IN_PLACE)),
             (_loader, (queue, buffers, barriers, operands, tiles, lengths, sizes, masking)),
         ], [4, 1], [240, 24])
     else:
         gl.warp_specialize([
-            (_consumer, (queue, buffers, barriers, outputs, sinks_ptr, tiles, row_arrays, lengths, 0, sizes, scoring, masking, SINKS, IN_PLACE)),
-            (_consumer, (queue, buffers, barriers, outputs, sinks_ptr, tiles, row_arrays, lengths, 1, sizes, scoring, masking, SINKS, IN_PLACE)),
-            (_consumer, (queue, buffers, barriers, outputs, sinks_ptr, tiles, row_arrays, lengths, 2, sizes, scoring, masking, SINKS, IN_PLACE)),
+            (_consumer, (queue, buffers, barriers, outputs, sinks_ptr, slopes_ptr, tiles, row_arrays, lengths, 0, sizes, scoring, masking, SINKS, IN_PLACE)),
+            (_consumer, (queue, buffers, barriers, outputs, sinks_ptr, slopes_ptr, tiles, row_arrays, lengths, 1, sizes, scoring, masking, SINKS, IN_PLACE)),
+            (_consumer, (queue, buffers, barriers, outputs, sinks_ptr, slopes_ptr, tiles, row_arrays, lengths, 2, sizes, scoring, masking, SINKS, IN_PLACE)),
             (_loader, (queue, buffers, barriers, operands, tiles, lengths, sizes, masking)),
         ], [4, 4, 1], [160, 160, 24])

@@ -7,6 +7,7 @@ import numpy as np
 from ....dispatch import DeviceFacts, Problem
 from ....launch import gluon_unavailable
 from ....launch.sizes import cdiv, padded
+from ...log_forget import CHUNK
 
 NARROWEST = 64
 """The least channels of a tile; fewer are padded."""
@@ -19,7 +20,6 @@ _REFUSED = {
     "bias": "takes no bias",
     "mask": "takes no mask of all scores",
     "alibi_slopes": "takes no ALiBi slopes",
-    "log_forget": "takes no log_forget",
     "dropout": "has no dropout",
     "score_mod": "takes no score_mod",
     "negative_scale": "takes positive scales",
@@ -65,7 +65,7 @@ def tiles(problem: Problem, device: DeviceFacts) -> list[tuple[int, ...]]:
     if _listed(problem):
         listed = _LISTED[padded_width(problem)]
         return [(q, k, 4, stages, 0, programs) for q, k, stages in listed if not _cuts_blocks(q, k, problem)]
-    sizes = list(_TILES[padded_width(problem)])
+    sizes = [size for size in _TILES[padded_width(problem)] if size[0] <= CHUNK or not problem.flag("log_forget")]
     window: Any = problem.flag("window") or (None, None)
     if problem.flag("segments") or problem.flag("soft_cap") or window[0] is not None:
         # Beside segments three consumers would spill, beside the others they were measured to be slower.
@@ -141,6 +141,8 @@ def problem_unfit(problem: Problem) -> str | None:
             return reason
     if problem.dtype("qkv") not in ("bfloat16", "float16"):
         return f"takes bfloat16 and float16, not {problem.dtype('qkv')}"
+    if problem.flag("log_forget") and (problem.flag("soft_cap") or _listed(problem)):
+        return "takes no soft cap and no lists of tiles beside log_forget"
     dim, values = problem.dim("D"), problem.dim("V")
     if padded(dim, NARROWEST) != padded(values, NARROWEST):
         return f"takes head dims of keys and values that are padded to one size, not {dim} and {values}"
