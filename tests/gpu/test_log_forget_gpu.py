@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
+from ejkernel_eqx.attention.core import problem_of
+from ejkernel_eqx.dispatch import device_facts, kernel_registry
 from tests.attention.test_log_forget import CASES, check_gated, gated, gates
 from tests.tolerances import assert_close
 
@@ -41,6 +43,24 @@ def test_default_kernels(name, dtype, monkeypatch):
     check_gated(case, run, monkeypatch)
     dout, dlse = cotangents(case)
     assert_same(*(run(arrays, dout, dlse, spec) for _ in range(2)))
+
+
+@pytest.mark.parametrize("name", ["grouped", "packed", "lengths"])
+@pytest.mark.parametrize("dim, kv_heads", [(64, 2), (128, 2), (128, 4), (256, 4)])
+def test_hoppers_kernels(name, dim, kv_heads, monkeypatch):
+    """Also where they are no default."""
+    case = dataclasses.replace(larger(CASES[name], "bfloat16"), D=dim, V=dim, K=kv_heads)
+    arrays, spec = gated(case)
+    kernels, problem = kernel_registry.get(NEEDS, "triton").load(), problem_of(NEEDS, arrays, spec)
+    configs = kernels.candidates(problem, device_facts())
+    found = [c for c in configs if c.forward.hopper_programs or c.key_gradient.hopper_programs]
+    if not found:
+        pytest.skip("Hopper's kernels do not take the device")
+    dout, dlse = cotangents(case)
+    for config in found:
+        run = functools.partial(run_triton, config=config)
+        check_gated(case, run, monkeypatch)
+        assert_same(*(run(arrays, dout, dlse, spec) for _ in range(2)))
 
 
 def test_a_long_row_forgets_as_a_short_one():

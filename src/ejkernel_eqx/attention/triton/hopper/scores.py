@@ -12,7 +12,9 @@ from .work_queue import _uniform
 
 # From products to weights. BOUNDED: scores are so small that no maximum is needed. RESCALE_THRESHOLD: of lazy rescaling, in units of log2.
 # GATES: of forget gates, which are subtracted from scores in units of log2.
-Scoring = namedtuple("Scoring", "SCALE CAP FAST_TANH MULTIPLIER BOUNDED RESCALE_THRESHOLD GATES", defaults=(False,))
+Scoring = namedtuple(
+    "Scoring", "SCALE CAP FAST_TANH MULTIPLIER BOUNDED RESCALE_THRESHOLD GATES", defaults=(False,)
+)
 # Which keys are hidden. TABLE: ROWS or SEGMENTS; GUARD: whether any tile of keys is partly hidden, in the forward except for keys past the end.
 Masking = namedtuple("Masking", "LEFT RIGHT ROWS SEGMENTS TABLE EVEN_K GUARD")
 Lengths = namedtuple("Lengths", "B T S offset")

@@ -65,7 +65,9 @@ def tiles(problem: Problem, device: DeviceFacts) -> list[tuple[int, ...]]:
     if _listed(problem):
         listed = _LISTED[padded_width(problem)]
         return [(q, k, 4, stages, 0, programs) for q, k, stages in listed if not _cuts_blocks(q, k, problem)]
-    sizes = [size for size in _TILES[padded_width(problem)] if size[0] <= CHUNK or not problem.flag("log_forget")]
+    sizes = [
+        size for size in _TILES[padded_width(problem)] if size[0] <= CHUNK or not problem.flag("log_forget")
+    ]
     window: Any = problem.flag("window") or (None, None)
     if problem.flag("segments") or problem.flag("soft_cap") or window[0] is not None:
         # Beside segments three consumers would spill, beside the others they were measured to be slower.
