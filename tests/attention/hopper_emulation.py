@@ -72,11 +72,6 @@ class Number(int):
         return self
 
 
-class Real(float):
-    def to(self, dtype: Any) -> "Real":
-        return self
-
-
 def tensor(x: Any) -> Any:
     return np.asarray(x).view(Tensor)
 
@@ -344,12 +339,12 @@ def _where(which: Any, x: Any, y: Any) -> Any:
     return tensor(np.where(which, x, y).astype(dtype))
 
 
-def _load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Any:
+def _load(pointer: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "") -> Any:
     flat, at = pointer.array.reshape(-1), np.asarray(pointer.at)
     if mask is None:
         if at.ndim:
             return tensor(flat[at])
-        return (Number if flat.dtype.kind in "iu" else Real)(flat[at])
+        return Number(flat[at]) if flat.dtype.kind in "iu" else tensor(flat[at])
     return tensor(np.where(mask, flat[np.where(mask, at, 0)], other))
 
 

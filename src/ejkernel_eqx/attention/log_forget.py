@@ -90,6 +90,25 @@ def at_positions(x: Array, arrays: AttentionArrays, spec: AttentionSpec) -> Arra
     return jnp.take_along_axis(x, position, axis=-1)
 
 
+def of_queries(
+    arrays: AttentionArrays, tiles: Array, size: int, lse: Array, delta: Array, dlse: Array, empty: Array
+) -> Array:
+    """Sums of the scores' gradients over each query's keys `[B, H, T]`, from those of tiles of `size` queries `[B, H, tiles]`.
+
+    Of a softmax they are known: the cotangent of the lse, and what a sink takes. A kernel's are so up to rounding, of which each query of a tile is
+    given the same part. Without it the rounding of a whole row would add up in the gradient of its first gates."""
+    exact = dlse.astype(lse.dtype)
+    if arrays.sinks is not None:
+        exact = exact + delta * jnp.exp(
+            arrays.sinks.astype(lse.dtype)[..., None] - jnp.where(empty, jnp.inf, lse)
+        )
+    exact = jnp.where(empty, 0, exact)
+    length, count = lse.shape[-1], tiles.shape[-1]
+    in_tiles = jnp.pad(exact, ((0, 0), (0, 0), (0, count * size - length))).reshape(*tiles.shape, size)
+    queries = jnp.minimum(size, length - size * jnp.arange(count))
+    return _whole(in_tiles + ((tiles - in_tiles.sum(-1)) / queries)[..., None], length)
+
+
 def gradient(arrays: AttentionArrays, spec: AttentionSpec, by_query: Array, by_key: Array) -> Array:
     """The gradient of the gates from sums of the scores' gradients over each query's keys `[B, H, T]` and each key's queries `[B, H, S]`: of a sum of
     gates, which queries at its token add and its key subtracts, and so of every gate up to it."""

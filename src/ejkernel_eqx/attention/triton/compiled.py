@@ -274,7 +274,11 @@ def gradients(
     launch = launch.knowing(row_inputs)
     dmore = dslopes = dgates = None
     if config.key_gradient.hopper_programs and arrays.k.shape[1] > 0:
-        dq, dk, dv = backward_call.gradients(launch, arrays, spec, config.key_gradient, empty)
+        dq, dk, dv, dmore, tiles = backward_call.gradients(launch, arrays, spec, config.key_gradient, empty)
+        if arrays.log_forget is not None:
+            dslopes = log_forget.of_queries(
+                arrays, tiles, config.key_gradient.block_q, lse, delta, dlse, empty
+            )
     else:
         dk, dmore, dv = _key_gradient(launch, arrays, spec, config.key_gradient)
         dq, dslopes = _query_gradient(launch, arrays, spec, config.query_gradient)

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from ....launch import Launcher, result, result_like
+from ....launch import Launcher, NOTHING, result, result_like
 from ....launch.sizes import cdiv, padded
 from ...masks import tile_table
 from ...spec import AttentionArrays, AttentionSpec
@@ -14,8 +14,9 @@ from . import backward_tiles, tile_sizes
 
 def gradients(
     launch: Launcher, arrays: AttentionArrays, spec: AttentionSpec, tile: Any, empty: Array
-) -> tuple[Array, Array, Array]:
-    """`dq`, `dk` and `dv`. The launcher knows the cotangent of the output, and `lse` (in units of log2) and `delta [B, H, T]`.
+) -> tuple[Array, Array, Array, Array, Array]:
+    """`dq`, `dk` and `dv`; with gates sums of the scores' gradients over each key's queries `[B, H, S]` and over each tile of queries
+    `[B, H, tiles]`. The launcher knows the cotangent of the output, and `lse` (in units of log2) and `delta [B, H, T]`.
     `empty [B, H, T]`: queries that see no key."""
     from .backward_kernel import hopper_backward_kernel
 
@@ -36,11 +37,15 @@ def gradients(
         tiles = tile_table.query_tile_table(arrays, spec, tile.block_q, block_k)
         order, visited = order_of(tiles, count)
     are_alike = tiles is None and spec.left is None and spec.right is None
+    gated = arrays.log_forget is not None
     past = ((0, 0), (0, 0), (0, count * tile.block_q - queries))
     results = launch(
         hopper_backward_kernel,
         tile,
-        {"semaphores": result(semaphores, dtype=jnp.int32), "dq": result(*q.shape), "dk": result_like(k), "dv": result_like(v)},
+        {
+            "semaphores": result(semaphores, dtype=jnp.int32), "dq": result(*q.shape), "dk": result_like(k), "dv": result_like(v),
+            "by_key": result(batch, heads, keys) if gated else NOTHING, "by_tile": result(batch, heads, count) if gated else NOTHING,
+        },
         min(cdiv(keys, block_k) * batch * kv_heads, backward_tiles.PROGRAMS),
         {
             "q": q, "k": k, "v": v, "do": do, "lse": jnp.pad(lse, past, constant_values=jnp.inf), "delta": jnp.pad(delta, past), "tiles": tiles,
@@ -53,10 +58,11 @@ def gradients(
         GROUP=backward_tiles.together(queries, heads // kv_heads, width, are_alike),
         name="backward_kernel",
     )  # fmt: skip
-    dq = results["dq"] * spec.scale
+    dq, by_tile = results["dq"] * spec.scale, results["by_tile"]
     if visited is not None:  # nothing was stored for the others
         dq = jnp.where(jnp.repeat(visited, tile.block_q, axis=1)[:, :queries, None, None], dq, 0)
-    return dq.astype(q.dtype), results["dk"], results["dv"]
+        by_tile = jnp.where(visited[:, None], by_tile, 0) if gated else by_tile
+    return dq.astype(q.dtype), results["dk"], results["dv"], results["by_key"], by_tile
 
 
 def order_of(tiles: Array, count: int) -> tuple[Array, Array]:

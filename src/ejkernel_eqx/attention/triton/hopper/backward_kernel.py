@@ -14,7 +14,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..tile import CHUNK, GATES
 from .backward_parts import (
+    _key_gates,
     _key_tile,
     _loader,
     _next_tile,
@@ -28,6 +30,7 @@ from .backward_parts import (
     Barriers,
     CONSUMERS,
     DqBuffers,
+    Gates,
     RowArrays,
     Sizes,
     Tiles,
@@ -35,7 +38,7 @@ from .backward_parts import (
 from .forward_kernel import _tiles_of
 from .narrow_backward_kernel import _consumer as _narrow_consumer
 from .narrow_backward_kernel import _query_gradients, DsBuffers, Outputs
-from .scores import Lengths, Masking, Scoring
+from .scores import _own_sum, _row_sum, Lengths, Masking, Scoring
 from .wide_backward_kernel import _consumer as _wide_consumer
 from .wide_backward_kernel import HALF
 from .work_queue import _barriers_of, _queue_of, _sync_consumers
@@ -61,7 +64,7 @@ def _part(dss, s, keys, dq, PART: gl.constexpr, W: gl.constexpr, USE: gl.constex
 
 
 @gluon.jit
-def _consumer(queue, buffers, dss, dq_buffers, barriers, out_descs, row_arrays, tiles, lengths, W: gl.constexpr, sizes: gl.constexpr, scoring: gl.constexpr,
+def _consumer(queue, buffers, dss, dq_buffers, barriers, out_descs, row_arrays, gates, tiles, lengths, W: gl.constexpr, sizes: gl.constexpr, scoring: gl.constexpr,
               masking: gl.constexpr):
     """Sums `dk` and `dv` of keys `64 W` to `64 W + 63` of every tile, and computes its part of every `dq`."""
     BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
@@ -72,6 +75,7 @@ def _consumer(queue, buffers, dss, dq_buffers, barriers, out_descs, row_arrays, 
     AHEAD: gl.constexpr = not masking.GUARD
     ks, vs, qs, dos, lses, deltas = buffers
     kv_full, kv_empty, q_full, q_empty, do_full, do_empty = barriers
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     part_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
@@ -88,6 +92,11 @@ def _consumer(queue, buffers, dss, dq_buffers, barriers, out_descs, row_arrays, 
         steps = (hi - lo) * G
         dk = gl.zeros([KEYS_EACH, D], gl.float32, layout)  # [64, D]
         dv = gl.zeros([KEYS_EACH, D], gl.float32, layout)  # [64, D]
+        if not scoring.GATES:
+            taken, by_tile = 0.0, 0.0
+        else:  # and one head for each head of keys
+            by_key = _own_sum(gl.zeros([KEYS_EACH, BLOCK_Q], gl.float32, scores_layout))  # [64, 4]
+            by_gates, coarse_ptr = _key_gates(gates, b * sizes.H + g, first_key, lengths, scores_layout)
         mbarrier.wait(kv_full.index(0), r & 1)
         if AHEAD:
             mbarrier.wait(q_full.index(done % NUM_STAGES), (done // NUM_STAGES) & 1)
@@ -96,6 +105,8 @@ def _consumer(queue, buffers, dss, dq_buffers, barriers, out_descs, row_arrays, 
             s = done + e
             at = s % NUM_STAGES
             _, m = _step(e, hi, G)
+            if scoring.GATES:
+                taken = by_gates - gl.load(coarse_ptr + m * BLOCK_Q // CHUNK)  # [64]
             if not AHEAD:
                 mbarrier.wait(q_full.index(at), (s // NUM_STAGES) & 1)
                 qk = _scores(k, qs.index(at), BLOCK_Q, D)
@@ -104,12 +115,17 @@ def _consumer(queue, buffers, dss, dq_buffers, barriers, out_descs, row_arrays, 
             if not AHEAD:
                 qk = warpgroup_mma_wait(1, deps=[qk])  # [64, BLOCK_Q]
             # dv = p^T do: the weights, under the product by the cotangents.
-            p = _weights(qk, lses, at, first_key, m, (m < full_lo) | (m >= full_hi) | past, b, lengths, row_arrays, scoring, masking)
+            p = _weights(qk, lses, at, first_key, m, (m < full_lo) | (m >= full_hi) | past, b, lengths, row_arrays, scoring, masking, taken)
             weights = gl.convert_layout(p.to(dtype), weights_layout)
             dv = warpgroup_mma(weights, dos.index(at).reshape([BLOCK_Q, D]), dv, is_async=True)
             # dk = ds^T q: the score gradients, under the product by the weights.
             dp = warpgroup_mma_wait(1, deps=[dp])  # [64, BLOCK_Q]
-            ds = _score_gradients(p, dp, lses, deltas, at, scoring).to(dtype)  # [64, BLOCK_Q]
+            ds = _score_gradients(p, dp, lses, deltas, at, scoring)  # [64, BLOCK_Q]
+            if scoring.GATES:
+                sums = _own_sum(ds)  # [64, 4]
+                by_key += sums
+                by_tile = gl.sum(gl.sum(sums.reshape([4, KEYS_EACH // 4, 4]), 1), 1)  # [4], of the warps
+            ds = ds.to(dtype)
             dss.index((s & 1) * CONSUMERS + W).store(ds)
             fence_async_shared()
             dk = warpgroup_mma(gl.convert_layout(ds, weights_layout), qs.index(at).reshape([BLOCK_Q, D]), dk, is_async=True)
@@ -129,9 +145,13 @@ def _consumer(queue, buffers, dss, dq_buffers, barriers, out_descs, row_arrays, 
                     mbarrier.wait(q_full.index(following), ((s + 1) // NUM_STAGES) & 1)
                 upcoming = _scores(k, qs.index(following), BLOCK_Q, D)
                 dq = warpgroup_mma_wait(1, deps=[dq])
-            _store_dq(dq, dq_buffers, s, W, sizes)
+            _store_dq(dq, dq_buffers, s, W, sizes, False, by_tile, scoring.GATES)
             if AHEAD:
                 qk = warpgroup_mma_wait(0, deps=[upcoming])
+        if scoring.GATES:
+            keys = first_key + gl.arange(0, KEYS_EACH, gl.SliceLayout(1, scores_layout))  # [64]
+            at_key = gl.to_tensor(b * sizes.H + g).to(gl.int64) * lengths.S
+            gl.store(gates.by_key + at_key + keys, _row_sum(by_key, keys.type.layout), mask=keys < lengths.S)
         _store_key_gradients((dk * scoring.SCALE).to(dtype), dv.to(dtype), buffers, out_descs, kv_empty, [b, g, first_key, 0], W, D)
         done += steps
         r += 1
@@ -142,12 +162,13 @@ def _consumer(queue, buffers, dss, dq_buffers, barriers, out_descs, row_arrays, 
 def hopper_backward_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr,  # [B, T, H, D], [B, S, K, D], [B, S, K, V], as out; [B, H, terms] twice
     q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr,  # [B, T] and, of keys, [B, S]
-    tiles_ptr, order_ptr, zeros_ptr,  # [B, tiles of keys, 4], [B, tiles of keys, tiles of queries], as semaphores
+    tiles_ptr, order_ptr, zeros_ptr, slopes_ptr,  # [B, tiles of keys, 4], [B, tiles of keys, tiles of queries], as semaphores, gates as in `HeadArrays`
     B, T, S, terms, offset,
     semaphores_ptr, dq_ptr, dk_ptr, dv_ptr,  # zeros [1 + B H tiles of queries]; float32 as q, as k, as v
+    by_key_ptr, by_tile_ptr,  # as in `Gates`
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_Q: gl.constexpr, NUM_STAGES: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr, FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, ROWS: gl.constexpr, SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr, GROUP: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, ROWS: gl.constexpr, SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr, GROUP: gl.constexpr, ALIBI: gl.constexpr,
 ):
     # `dk = scale ds^T q`, `dv = p^T do`, and `dq = ds k` without the scale. `lse`: in units of log2, plus infinity past the end and for rows that see
     # nothing; `delta`: 0 past the end. `semaphores`: how many tiles of keys are claimed, then how many have been added to a tile of `dq`; the first one
@@ -167,11 +188,12 @@ def hopper_backward_kernel(
     DQ_SLOTS: gl.constexpr = CONSUMERS if WIDE else WRITERS * DQ_BOXES
     GUARD: gl.constexpr = LEFT >= 0 or RIGHT >= 0 or ROWS or SEGMENTS or not EVEN_K
     sizes: gl.constexpr = Sizes(H, K, BLOCK_D, BLOCK_Q, BLOCK_K, NUM_STAGES, GROUP, DQ_BOXES, DQ_COLUMNS, DQ_SLOTS, KEY_SLOTS, WRITERS)
-    scoring: gl.constexpr = Scoring(SCALE, CAP, FAST_TANH, MULTIPLIER, False, 0)
+    scoring: gl.constexpr = Scoring(SCALE, CAP, FAST_TANH, MULTIPLIER, False, 0, ALIBI == GATES)
     masking: gl.constexpr = Masking(LEFT, RIGHT, ROWS, SEGMENTS, ROWS or SEGMENTS, EVEN_K, GUARD)
     lengths = Lengths(B, T, S, offset)
     pointers = (q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr)
     row_arrays = RowArrays(q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr)
+    gates = Gates(slopes_ptr, by_key_ptr, by_tile_ptr)
     tiles = Tiles(tiles_ptr, order_ptr, semaphores_ptr, semaphores_ptr + 1)
     descs, out_descs, dq_desc, buffers, dqs = _operands(pointers, lengths, terms, D, V, sizes, KEYS_EACH, COLUMNS)
     # Besides, in shared memory: weights of wide heads and score gradients, both of two steps, `dk` and `dv` of narrow ones, the work queue,
@@ -195,7 +217,10 @@ def hopper_backward_kernel(
         q_full, q_empty = _barriers_of(NUM_STAGES, CONSUMERS)
         do_full, do_empty = _barriers_of(NUM_STAGES, CONSUMERS)
     dq_full, dq_empty = _barriers_of(WRITERS * DQ_BOXES, 1)
-    dq_buffers = DqBuffers(dqs, dq_full, dq_empty)
+    sums = dqs
+    if scoring.GATES:
+        sums = gl.allocate_shared_memory(gl.float32, [DQ_SLOTS, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    dq_buffers = DqBuffers(dqs, dq_full, dq_empty, sums)
     barriers = Barriers(kv_full, kv_empty, q_full, q_empty, do_full, do_empty)
     if NARROW:
         # The first consumer has what the others leave of 512 registers, 192.
@@ -204,23 +229,23 @@ def hopper_backward_kernel(
             (_narrow_consumer, (queue, buffers, ds_buffers, outputs, barriers, row_arrays, tiles, lengths, 1, sizes, scoring, masking)),
             (_query_gradients, (queue, buffers.k, ds_buffers, dq_buffers, barriers, tiles, lengths, sizes, masking)),
             (_loader, (queue, buffers, barriers, descs, tiles, lengths, sizes, masking)),
-            (_writer, (queue, dq_buffers, dq_desc, tiles, lengths, 0, sizes, masking)),
-            (_writer, (queue, dq_buffers, dq_desc, tiles, lengths, 1, sizes, masking)),
-            (_writer, (queue, dq_buffers, dq_desc, tiles, lengths, 2, sizes, masking)),
+            (_writer, (queue, dq_buffers, dq_desc, gates, tiles, lengths, 0, sizes, masking, scoring.GATES)),
+            (_writer, (queue, dq_buffers, dq_desc, gates, tiles, lengths, 1, sizes, masking, scoring.GATES)),
+            (_writer, (queue, dq_buffers, dq_desc, gates, tiles, lengths, 2, sizes, masking, scoring.GATES)),
         ], [4, 4, 1, 1, 1, 1], [200, 96, 24, 24, 24, 24])
     elif WIDE:
         gl.warp_specialize([
             (_wide_consumer, (queue, buffers, ps, dss, dq_buffers, barriers, out_descs, row_arrays, tiles, lengths, 0, sizes, scoring, masking)),
             (_wide_consumer, (queue, buffers, ps, dss, dq_buffers, barriers, out_descs, row_arrays, tiles, lengths, 1, sizes, scoring, masking)),
             (_loader, (queue, buffers, barriers, descs, tiles, lengths, sizes, masking)),
-            (_writer, (queue, dq_buffers, dq_desc, tiles, lengths, 0, sizes, masking)),
-            (_writer, (queue, dq_buffers, dq_desc, tiles, lengths, 1, sizes, masking)),
+            (_writer, (queue, dq_buffers, dq_desc, gates, tiles, lengths, 0, sizes, masking, scoring.GATES)),
+            (_writer, (queue, dq_buffers, dq_desc, gates, tiles, lengths, 1, sizes, masking, scoring.GATES)),
         ], [4, 1, 1, 1], [240, 24, 24, 24])
     else:
         gl.warp_specialize([
-            (_consumer, (queue, buffers, dss, dq_buffers, barriers, out_descs, row_arrays, tiles, lengths, 0, sizes, scoring, masking)),
-            (_consumer, (queue, buffers, dss, dq_buffers, barriers, out_descs, row_arrays, tiles, lengths, 1, sizes, scoring, masking)),
+            (_consumer, (queue, buffers, dss, dq_buffers, barriers, out_descs, row_arrays, gates, tiles, lengths, 0, sizes, scoring, masking)),
+            (_consumer, (queue, buffers, dss, dq_buffers, barriers, out_descs, row_arrays, gates, tiles, lengths, 1, sizes, scoring, masking)),
             (_loader, (queue, buffers, barriers, descs, tiles, lengths, sizes, masking)),
-            (_writer, (queue, dq_buffers, dq_desc, tiles, lengths, 0, sizes, masking)),
-            (_writer, (queue, dq_buffers, dq_desc, tiles, lengths, 1, sizes, masking)),
+            (_writer, (queue, dq_buffers, dq_desc, gates, tiles, lengths, 0, sizes, masking, scoring.GATES)),
+            (_writer, (queue, dq_buffers, dq_desc, gates, tiles, lengths, 1, sizes, masking, scoring.GATES)),
         ], [4, 1, 1, 1], [240, 24, 24, 24])

@@ -16,7 +16,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import _core
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from ..tile import query_tiles
+from ....launch.constants import LOG2E
+from ..tile import coarse_of, query_tiles, sums_of
 from .forward_kernel import _described, _tiles_of
 from .scores import _capped, _log2, LEAST
 from .work_queue import (
@@ -36,13 +37,15 @@ Sizes = namedtuple("Sizes", "H K D BLOCK_Q BLOCK_K NUM_STAGES GROUP DQ_BOXES DQ_
 # Shared memory for what is loaded, and its barriers.
 Buffers = namedtuple("Buffers", "k v q do lse delta")
 Barriers = namedtuple("Barriers", "kv_full kv_empty q_full q_empty do_full do_empty")
-# Boxes of `dq` in shared memory, on their way from a consumer to a writer.
-DqBuffers = namedtuple("DqBuffers", "boxes full empty")
+# Boxes of `dq` in shared memory, on their way from a consumer to a writer; beside each the sums of the scores' gradients of four warps, if gates need them.
+DqBuffers = namedtuple("DqBuffers", "boxes full empty sums")
 Descs = namedtuple("Descs", "q k v do lse delta")
 # Segments, and the first key and the one behind the last of each query.
 RowArrays = namedtuple("RowArrays", "q_segments kv_segments start end")
 # Bounds of tiles of keys, how many tiles come before one at each tile of queries, the counter of claims, and the semaphores.
 Tiles = namedtuple("Tiles", "bounds order counter semaphores")
+# Pointers: sums of gates as in `tile.HeadArrays`; of the scores' gradients over each key's queries [B, H, S], and over tiles of queries [B, H, tiles].
+Gates = namedtuple("Gates", "sums by_key by_tile")
 # A tile of keys, its row and key head, and the tiles of queries that see it, as in `query_tiles`.
 KeyTile = namedtuple("KeyTile", "n b g lo full_lo full_hi hi")
 
@@ -116,8 +119,17 @@ def _hidden(s, first_key, first_query, b, lengths, arrays, masking: gl.constexpr
 
 
 @gluon.jit
-def _weights(qk, lses, at, first_key, m, is_partly_hidden, b, lengths, arrays, scoring: gl.constexpr, masking: gl.constexpr):
-    """The weights `[64, BLOCK_Q]` of scores `qk` with the tile of queries `m`, whose log-sums are at `at`."""
+def _key_gates(gates, bh, first_key, lengths, layout: gl.constexpr):
+    """What gates take from scores of 64 keys [64], but for the coarse sums of queries; and where these are."""
+    sums_ptr, own_ptr = sums_of(gates.sums, gl.to_tensor(bh).to(gl.int64), lengths)
+    keys = first_key + gl.arange(0, 64, gl.SliceLayout(1, layout))  # [64]
+    rest = gl.load(sums_ptr + keys, mask=keys < lengths.S, other=0.0)  # [64]
+    return rest + coarse_of(sums_ptr, lengths.S, first_key), own_ptr + lengths.T
+
+
+@gluon.jit
+def _weights(qk, lses, at, first_key, m, is_partly_hidden, b, lengths, arrays, scoring: gl.constexpr, masking: gl.constexpr, taken=0.0):
+    """The weights `[64, BLOCK_Q]` of scores `qk` with the tile of queries `m`, whose log-sums are at `at`. `taken` [64]: by gates, of each key."""
     BLOCK_Q: gl.constexpr = qk.shape[1]
     if scoring.CAP > 0 and masking.GUARD:  # as in `scores._scored`
         if is_partly_hidden:
@@ -127,6 +139,8 @@ def _weights(qk, lses, at, first_key, m, is_partly_hidden, b, lengths, arrays, s
         if is_partly_hidden:
             qk = _hidden(qk, first_key, m * BLOCK_Q, b, lengths, arrays, masking, float("-inf"))
     lse = lses.index(at).reshape([BLOCK_Q]).load(gl.SliceLayout(0, qk.type.layout))  # [BLOCK_Q]
+    if scoring.GATES:
+        return gl.exp2(qk * (scoring.SCALE * LOG2E) - gl.expand_dims(taken, 1) - gl.expand_dims(lse, 0))
     # p = 2^(s - lse); capped scores are in units of log2 already.
     return gl.exp2(qk * (1.0 if scoring.CAP > 0 else scoring.MULTIPLIER) - gl.expand_dims(lse, 0))
 
@@ -146,8 +160,9 @@ def _score_gradients(p, dp, lses, deltas, at, scoring: gl.constexpr):
 
 
 @gluon.jit
-def _store_dq(dq, buffers, s, BOX: gl.constexpr, sizes: gl.constexpr, TRANSPOSED: gl.constexpr = False):
-    """Stores a box of the `dq` of step `s`, counted over all of the program's tiles, for the step's writer, and tells it when copies see it."""
+def _store_dq(dq, buffers, s, BOX: gl.constexpr, sizes: gl.constexpr, TRANSPOSED: gl.constexpr = False, sums=0.0, GATES: gl.constexpr = False):
+    """Stores a box of the `dq` of step `s`, counted over all of the program's tiles, for the step's writer, and tells it when copies see it. And `sums`
+    of the warps `[4]`, if there are `GATES`."""
     BOXES: gl.constexpr = sizes.DQ_BOXES
     number = s * BOXES + BOX
     before = number + (sizes.WRITERS * BOXES - sizes.DQ_SLOTS)  # the box that was in its slot, and a phase of the barriers before theirs
@@ -157,13 +172,15 @@ def _store_dq(dq, buffers, s, BOX: gl.constexpr, sizes: gl.constexpr, TRANSPOSED
     if TRANSPOSED:
         box = box.permute((1, 0))
     box.store(dq)
+    if GATES:
+        buffers.sums.index(number % sizes.DQ_SLOTS).store(sums)
     fence_async_shared()
     mbarrier.arrive(buffers.full.index((s % sizes.WRITERS) * BOXES + BOX), count=1)
 
 
 @gluon.jit
-def _writer(queue, buffers, dq_desc, tiles, lengths, W: gl.constexpr, sizes: gl.constexpr, masking: gl.constexpr):
-    """Adds `dq` of every `WRITERS`-th step, when all tiles of keys before this one have added theirs."""
+def _writer(queue, buffers, dq_desc, gates, tiles, lengths, W: gl.constexpr, sizes: gl.constexpr, masking: gl.constexpr, GATES: gl.constexpr):
+    """Adds `dq` of every `WRITERS`-th step, when all tiles of keys before this one have added theirs; with gates the sums beside it, too."""
     WRITERS: gl.constexpr = sizes.WRITERS
     BOXES: gl.constexpr = sizes.DQ_BOXES
     PARTS: gl.constexpr = BOXES if BOXES < CONSUMERS else CONSUMERS  # boxes that are added together
@@ -189,6 +206,7 @@ def _writer(queue, buffers, dq_desc, tiles, lengths, W: gl.constexpr, sizes: gl.
             # Each box is freed when it has been read; the semaphore is released when all are in device memory.
             semaphore_ptr = tiles.semaphores + (b * sizes.H + h) * count + m
             _await_semaphore(semaphore_ptr, before)
+            total = 0.0
             for pair in gl.static_range(BOXES // PARTS):
                 for part in gl.static_range(PARTS):
                     mbarrier.wait(buffers.full.index(W * BOXES + pair * PARTS + part), (s // WRITERS) & 1)
@@ -200,9 +218,16 @@ def _writer(queue, buffers, dq_desc, tiles, lengths, W: gl.constexpr, sizes: gl.
                         tma.async_copy_shared_to_global(dq_desc, [b, h, row, column], buffers.boxes.index(slot))
                     else:
                         _add(dq_desc, [b, h, row, column], buffers.boxes.index(slot))
+                    if GATES:
+                        total += gl.sum(buffers.sums.index(slot).load(gl.BlockedLayout([1], [32], [1], [0])), 0)
                 tma.store_wait(0)
                 for part in gl.static_range(PARTS):
                     mbarrier.arrive(buffers.empty.index(W * BOXES + pair * PARTS + part), count=1)
+            if GATES:
+                sum_ptr = gates.by_tile + (b * sizes.H + h) * count + m
+                if before > 0:  # others have stored it: the first cache may hold what was there before
+                    total += gl.load(sum_ptr, cache_modifier=".cg")
+                gl.store(sum_ptr, total)
             _release_semaphore(semaphore_ptr, before)
         done += steps
         r += 1

@@ -63,8 +63,9 @@ def problem_unfit(problem: Problem) -> str | None:
     """Says the same for any device."""
     if (reason := tile_sizes.problem_unfit(problem)) is not None:
         return reason
-    if problem.flag("log_forget"):
-        return "takes no log_forget"
+    gated = problem.flag("log_forget")
+    if gated and (tile_sizes.padded_width(problem) != WIDEST or problem.dim("K") != problem.dim("H")):
+        return f"takes log_forget at head dims from {NARROWEST + 1} to {WIDEST}, with keys of each head"
     if problem.flag("tiles") or problem.flag("block_size"):
         return "takes no lists of tiles"
     if problem.flag("soft_cap") and tile_sizes.padded_width(problem) > WIDEST:
