@@ -93,7 +93,8 @@ def test_errors(call, message):
 
 def test_other_caches_without_gates():
     """Are refused by name; and pages with gates where keys are appended without them."""
-    layer, plain = layer_of(sliding_window=4), MultiHeadAttention(16, num_heads=4, num_kv_heads=2, sliding_window=4, key=jax.random.key(0))  # fmt: skip
+    sizes: Any = dict(num_heads=4, num_kv_heads=2, sliding_window=4, key=jax.random.key(0))
+    layer, plain = layer_of(sliding_window=4), MultiHeadAttention(16, **sizes)
     batch = ejx.RaggedBatch.build([3], [3], [[0]], page_size=16)
     x = tokens(batch.num_tokens)
     with pytest.raises(ValueError, match=r"log_forget: expected None, .*received \(3, 4\)"):

@@ -20,7 +20,8 @@ class PagedSpec:
 
     Query `t` of a sequence (0 to `q_len - 1`) has position `i = kv_len - q_len + t` and sees the keys `j` with
     `max(kv_start, i - left) <= j <= i` that have a page. The score is `s = scale * q . k_j`, then `cap * tanh(s / cap)`, then
-    `+ slope * (j - i)` and what forget gates take, then, for the keys of the sequence's new tokens (`j >= kv_len - q_len`), `+ qq_bias[t, j - (kv_len - q_len)]`.
+    `+ slope * (j - i)`, then `+` the sum of the gates from `j + 1` to `i`, then, for the keys of the sequence's new tokens
+    (`j >= kv_len - q_len`), `+ qq_bias[t, j - (kv_len - q_len)]`.
     """
 
     scale: float

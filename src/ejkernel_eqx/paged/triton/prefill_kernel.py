@@ -57,8 +57,8 @@ def prefill_kernel(
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, FAR: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, LATENT: tl.constexpr,
     K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, R_SCALES: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
-    FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RANGED: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr, QQ: tl.constexpr, GATES: tl.constexpr,
-    PRECISION: tl.constexpr, WIDE: tl.constexpr, SCANNED: tl.constexpr, FAST_BYTES: tl.constexpr,
+    FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RANGED: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr, QQ: tl.constexpr,
+    GATES: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, SCANNED: tl.constexpr, FAST_BYTES: tl.constexpr,
 ):  # fmt: skip
     # Which tile of which sequence; grids have more programs than tiles.
     group: tl.constexpr = H // K
