@@ -49,8 +49,8 @@ def decode_kernel(
     LATENT: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, R_SCALES: tl.constexpr, SCALE: tl.constexpr,
     CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RANGED: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr,
     QQ: tl.constexpr, GATES: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr, ALONE: tl.constexpr,
-    SPLITS: tl.constexpr, LEAST: tl.constexpr, PAIRS: tl.constexpr, BYTES: tl.constexpr, FAST_BYTES: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_S: tl.constexpr, STEP: tl.constexpr,
+    SPLITS: tl.constexpr, LEAST: tl.constexpr, PAIRS: tl.constexpr, BYTES: tl.constexpr, FAST_BYTES: tl.constexpr,
+    TOGETHER: tl.constexpr, ROWS: tl.constexpr, BLOCK_S: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     blocks: tl.constexpr = (QUERIES * (H // K) + BM - 1) // BM
     raised: tl.constexpr = RAISED if PAIRS or BYTES else 0  # pyright: ignore[reportAssignmentType]
