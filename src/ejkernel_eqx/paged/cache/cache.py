@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int, Shaped
 
-from ...core.arguments import accumulator
 from .batch import RaggedBatch, to_int32
 from .forget import sums_of
 from .pages import PageDType, Pages, read_sizes
@@ -90,7 +89,8 @@ class PagedKVCache(Pages):
         if num_gates is None:
             return cache
         shape = (*cache.k.shape[:-2], *read_sizes(num_gates=num_gates), 2)
-        return dataclasses.replace(cache, gates=jnp.zeros(shape, accumulator(cache.k.dtype)))
+        wide = jnp.float64 if cache.k.dtype == jnp.float64 else jnp.float32
+        return dataclasses.replace(cache, gates=jnp.zeros(shape, wide))
 
     @property
     def num_kv_heads(self) -> int:
