@@ -151,11 +151,11 @@ def _shared_memory(dtype: gl.constexpr, QUERY_TILES: gl.constexpr, IN_PLACE: gl.
 
 @gluon.jit
 def _key_gates(sums_ptr, first, coarse, S, BLOCK_K: gl.constexpr):
-    """What gates take from the scores of the keys from `first` on `[BLOCK_K]`, for queries whose coarse sum is `coarse`. Those past the end are any numbers
-    of the same head."""
+    """What gates take from the scores of the keys from `first` on: of each `[BLOCK_K]` and, for queries whose coarse sum is `coarse`, of all. Those past the
+    end are any numbers of the same head."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     gates = gl.load(gl.multiple_of(sums_ptr + first + gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout)), [16]))  # [BLOCK_K]
-    return gates + (coarse_of(sums_ptr, S, first) - coarse)
+    return gates, coarse_of(sums_ptr, S, first) - coarse
 
 
 @gluon.jit
@@ -208,10 +208,12 @@ def _consumer(queue, buffers, barriers, outputs, sinks_ptr, slopes_ptr, tiles, r
             past = gl.load(row_arrays.past + b * T + rows, mask=rows < T, other=0)  # [64]
         marks = row_arrays.marks + b * ((S + BLOCK_K - 1) // BLOCK_K * BLOCK_K)
         top, total = _begun(sinks_ptr, bh, BLOCK_K, BOUNDED, SINKS)
-        if scoring.GATES:
+        if not scoring.GATES:
+            far = 0.0
+        else:
             sums_ptr, own_ptr = sums_of(slopes_ptr, gl.to_tensor(bh).to(gl.int64), lengths)
             coarse = coarse_of(own_ptr, T, m * BLOCK_Q)
-            gates = _key_gates(sums_ptr, (hi - 1) * BLOCK_K, coarse, S, BLOCK_K)  # [BLOCK_K]
+            gates, far = _key_gates(sums_ptr, (hi - 1) * BLOCK_K, coarse, S, BLOCK_K)  # [BLOCK_K], []
             # Until they end, rows lack the rest of their own sums.
             if SINKS:
                 top -= gl.load(own_ptr + rows, mask=rows < T, other=0.0)
@@ -226,7 +228,7 @@ def _consumer(queue, buffers, barriers, outputs, sinks_ptr, slopes_ptr, tiles, r
         s, unseen = _scored(qk, True, queries, (hi - 1) * BLOCK_K, kind, marks, lengths, scoring, masking)
         if scoring.GATES:
             s = s * (scoring.SCALE * LOG2E) - gl.expand_dims(gates, 0)
-        p, alpha, top, total = _softmax(s, top, total, scoring, GUARD)
+        p, alpha, top, total = _softmax(s, top, total, scoring, GUARD, far)
         if TABLE:
             if unseen:
                 _clear(vs, v_full, done, marks + (hi - 1) * BLOCK_K)
@@ -236,7 +238,7 @@ def _consumer(queue, buffers, barriers, outputs, sinks_ptr, slopes_ptr, tiles, r
             n = hi - 1 - i
             at = done + i
             if scoring.GATES:
-                gates = _key_gates(sums_ptr, n * BLOCK_K, coarse, S, BLOCK_K)  # [BLOCK_K]
+                gates, far = _key_gates(sums_ptr, n * BLOCK_K, coarse, S, BLOCK_K)  # [BLOCK_K], []
             mbarrier.wait(k_full.index(at % NUM_STAGES), (at // NUM_STAGES) & 1)
             _await_named(W)
             qk = _scores(q, ks, at)
@@ -250,7 +252,7 @@ def _consumer(queue, buffers, barriers, outputs, sinks_ptr, slopes_ptr, tiles, r
             s, unseen = _scored(qk, partly, queries, n * BLOCK_K, kind, marks, lengths, scoring, masking)
             if scoring.GATES:
                 s = s * (scoring.SCALE * LOG2E) - gl.expand_dims(gates, 0)
-            weights, alpha, top, total = _softmax(s, top, total, scoring, GUARD)
+            weights, alpha, top, total = _softmax(s, top, total, scoring, GUARD, far)
             if UNDER:
                 # Never so. NVIDIA's assembler would else move the wait to before the softmax, which runs under the product; it moves none across a branch
                 # that changes the weights.

@@ -126,23 +126,26 @@ def _log2(x):
 
 
 @gluon.jit
-def _softmax(s, top, total, scoring: gl.constexpr, GUARD: gl.constexpr):
+def _softmax(s, top, total, scoring: gl.constexpr, GUARD: gl.constexpr, far=0.0):
     """Weights of a tile of scores, what earlier sums are scaled by, and the new maximum and denominator, as in Triton's kernel. `BOUNDED`: without a maximum,
     and so nothing to scale: a soft cap keeps the weights far from the ends of their range. Lazy rescaling: a maximum that grows by no more than
-    `RESCALE_THRESHOLD` stays what it was: weights and sums have room for it, and sums are not scaled."""
+    `RESCALE_THRESHOLD` stays what it was: weights and sums have room for it, and sums are not scaled. `far`: what gates take from all scores besides."""
     MULTIPLIER: gl.constexpr = 1.0 if scoring.CAP > 0 else scoring.MULTIPLIER
     if scoring.BOUNDED:  # `s` are the weights
         return s, top, top, total + _own_sum(s)
+    most = gl.max(s, 1) * MULTIPLIER  # [64]
+    if scoring.GATES:
+        most -= far
     if scoring.RESCALE_THRESHOLD > 0:
-        most = gl.max(s, 1) * MULTIPLIER  # [64]
         new_top = gl.where(most > top + scoring.RESCALE_THRESHOLD, most, top)  # [64]
     else:
-        new_top = gl.maximum(top, gl.max(s, 1) * MULTIPLIER)  # [64]
+        new_top = gl.maximum(top, most)  # [64]
     shift = new_top
     # Rows that have seen no key yet: minus infinity from itself would be NaN.
     if GUARD:
         shift = gl.where(new_top == float("-inf"), 0.0, new_top)  # [64]
-    p = gl.exp2(s * MULTIPLIER - gl.expand_dims(shift, 1))  # [64, BLOCK_K]
+    lower = shift + far if scoring.GATES else shift  # [64]
+    p = gl.exp2(s * MULTIPLIER - gl.expand_dims(lower, 1))  # [64, BLOCK_K]
     alpha = gl.exp2(top - shift)  # [64]
     # Each thread keeps the sums of its own columns.
     decay = gl.convert_layout(alpha, gl.SliceLayout(1, total.type.layout), assert_trivial=True)
