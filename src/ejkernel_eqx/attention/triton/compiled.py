@@ -12,7 +12,7 @@ from ...dispatch import DeviceFacts, FORWARD, Problem
 from ...launch import given, Launcher, LOG2E, NOTHING, result, result_like
 from ...launch.fields import Block, check_fields, Count, Float32Dot, Programs, Registers, RowBlock, Warps
 from ...launch.sizes import cdiv, fitting, padded, rows_of, too_large
-from .. import log_forget
+from .. import log_forget, xla
 from ..core import problem_of
 from ..cotangents import clean_cotangent, row_terms, sinks_gradient, sum_batch
 from ..masks import tile_table
@@ -32,6 +32,8 @@ PARTS = {
     "query_gradient": "q bias alibi_slopes sinks",
 }  # Hopper's key gradients come with `q`
 MAX_HEAD_DIM = 256
+WIDE_TILE = 1024
+"""Queries, and keys, of a tile of XLA's backward for wider heads."""
 GATES = 2  # of the kernels' ALIBI, `tile.GATES`
 _CACHED_BYTES = 24 * 2**20
 _MOST_CANDIDATES = 12  # of each kernel
@@ -90,9 +92,17 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
         return "takes float32, float16 and bfloat16, not float64"
     if problem.flag("score_mod"):
         return "takes a score_mod only if it is cap * tanh(score / cap) + slope[head] * (key - query), or one of the two"
-    if max(problem.dim("D"), problem.dim("V")) > MAX_HEAD_DIM:
-        return f"takes head dims up to {MAX_HEAD_DIM}, not D {problem.dim('D')} and V {problem.dim('V')}"
+    if (
+        _is_wide(problem)
+        and (reason := hopper.too_short(problem) or hopper.unfit(problem, device)) is not None
+    ):
+        return f"takes head dims above {MAX_HEAD_DIM} by Hopper's kernel, which {reason}"
     return None
+
+
+def _is_wide(problem: Problem) -> bool:
+    """Tells whether heads are too wide for Triton's kernels: the forward is Hopper's, the backward XLA's."""
+    return max(problem.dim("D"), problem.dim("V")) > MAX_HEAD_DIM
 
 
 def by_request(problem: Problem, device: DeviceFacts) -> str | None:
@@ -101,28 +111,36 @@ def by_request(problem: Problem, device: DeviceFacts) -> str | None:
     return None
 
 
-def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
-    """The first preferred tile of each kernel that fits the device's shared memory, or Hopper's kernel where it is the faster one."""
-    first = lambda kernel: _fitting(kernel, tile_sizes.preferred, problem, device)[0]
-    tiles = {kernel: first(kernel) for kernel in tile_sizes.KERNELS}
+def default_config(problem: Problem, device: DeviceFacts, sizes: Any = tile_sizes) -> TritonConfig:
+    """The first preferred tile of each kernel that fits the device's shared memory, or Hopper's kernel where it is the faster one. `sizes`: the module
+    that knows the tiles of Triton's kernels."""
+    tiles = {
+        kernel: _fitting(kernel, sizes.preferred, problem, device, sizes)[0] for kernel in tile_sizes.KERNELS
+    }
     for kernel, choice in _HOPPER.items():
         if not choice.not_chosen(problem, device):
             tiles[kernel] = _hopper_tiles(kernel, problem, device)[0]
     return TritonConfig(**tiles, **_arithmetic(device))
 
 
-def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
+def candidates(problem: Problem, device: DeviceFacts, sizes: Any = tile_sizes) -> list[TritonConfig]:
     """Configurations worth timing, the heuristic first. Each takes the next tile of every kernel."""
-    heuristic = default_config(problem, device)
+    heuristic = default_config(problem, device, sizes)
     columns = []
     for kernel in tile_sizes.KERNELS:
-        tiles = _hopper_tiles(kernel, problem, device) + _fitting(kernel, tile_sizes.choices, problem, device)
+        tiles = _hopper_tiles(kernel, problem, device) + _fitting(
+            kernel, sizes.choices, problem, device, sizes
+        )
         columns.append(list(dict.fromkeys([getattr(heuristic, kernel), *tiles]))[:_MOST_CANDIDATES])
     return [TritonConfig(*tiles, **_arithmetic(device)) for tiles in rows_of(columns)]
 
 
-def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str | None:
+def config_unsupported(
+    config: TritonConfig, problem: Problem, device: DeviceFacts, sizes: Any = tile_sizes
+) -> str | None:
     """Says why tiles cannot fit the device's shared memory, by an upper estimate; the smallest tiles are left to the compiler."""
+    if _is_wide(problem) and not config.forward.hopper_programs:
+        return f"forward takes head dims above {MAX_HEAD_DIM} with hopper_programs"
     for kernel in tile_sizes.KERNELS:
         tile = getattr(config, kernel)
         if tile.hopper_programs:
@@ -131,23 +149,27 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
                 reason = _HOPPER[kernel].config_unfit(tile, problem, device)
             if reason is not None:
                 return f"{kernel} with hopper_programs={tile.hopper_programs} {reason}"
-        needed, sizes = _needed_memory(kernel, problem, tile), f"{tile.block_q}x{tile.block_k}"
+        needed, shape = _needed_memory(kernel, problem, device, tile, sizes), f"{tile.block_q}x{tile.block_k}"
         if problem.flag("log_forget") and max(tile.block_q, tile.block_k) > log_forget.CHUNK:
-            return f"{kernel} takes tiles of up to {log_forget.CHUNK} queries and keys with log_forget, not {sizes}"
-        reason = too_large(kernel, sizes, tile.num_stages, needed, device)
+            return f"{kernel} takes tiles of up to {log_forget.CHUNK} queries and keys with log_forget, not {shape}"
+        reason = too_large(kernel, shape, tile.num_stages, needed, device)
         if reason is not None and tile != _SMALLEST:
             return reason
     return None
 
 
-def adapted(config: TritonConfig, problem: Problem, device: DeviceFacts) -> TritonConfig:
+def adapted(
+    config: TritonConfig, problem: Problem, device: DeviceFacts, sizes: Any = tile_sizes
+) -> TritonConfig:
     """Keeps the tiles, except for those of Hopper's kernels: whether they run, and with which tile, depends on the number of tiles, on the device
     and on the software."""
-    fit, tiles = default_config(problem, device), {}
+    fit, tiles = default_config(problem, device, sizes), {}
     for kernel in tile_sizes.KERNELS:
         tile = getattr(config, kernel)
         alone = dataclasses.replace(fit, **{kernel: tile})
-        if tile.hopper_programs and (kernel == "forward" or config_unsupported(alone, problem, device)):
+        if tile.hopper_programs and (
+            kernel == "forward" or config_unsupported(alone, problem, device, sizes)
+        ):
             tiles[kernel] = getattr(fit, kernel)
     return dataclasses.replace(config, **tiles)
 
@@ -173,15 +195,18 @@ def _hopper_tiles(kernel: str, problem: Problem, device: DeviceFacts) -> list[Ti
     return [TileConfig(*size) for size in sizes]
 
 
-def _needed_memory(kernel: str, problem: Problem, tile: TileConfig) -> int:
+def _needed_memory(kernel: str, problem: Problem, device: DeviceFacts, tile: TileConfig, sizes: Any) -> int:
     if tile.hopper_programs:
         return _HOPPER[kernel].shared_memory(tile, problem)
-    return tile_sizes.shared_memory(kernel, problem, tile.block_q, tile.block_k, tile.num_stages)
+    return sizes.shared_memory(kernel, problem, device, tile)
 
 
-def _fitting(kernel: str, sizes: Sizes, problem: Problem, device: DeviceFacts) -> list[TileConfig]:
-    tiles = [TileConfig(*tile) for tile in sizes(kernel, problem, device)]
-    return fitting(tiles, lambda tile: _needed_memory(kernel, problem, tile), device) or [_SMALLEST]
+def _fitting(
+    kernel: str, choices: Sizes, problem: Problem, device: DeviceFacts, sizes: Any
+) -> list[TileConfig]:
+    tiles = [TileConfig(*tile) for tile in choices(kernel, problem, device)]
+    needed = lambda tile: _needed_memory(kernel, problem, device, tile, sizes)
+    return fitting(tiles, needed, device) or [_SMALLEST]
 
 
 def _check_hopper(
@@ -192,9 +217,9 @@ def _check_hopper(
     if not tile.hopper_programs:
         return
     problem = problem_of("attention", arrays, spec)
-    reason = choice.problem_unfit(problem) or choice.tile_unfit(tile, problem)
     if k_rope is not None:
-        reason = "takes no keys with a second part"
+        problem = dataclasses.replace(problem, dims=(*problem.dims, ("Dr", k_rope.shape[-1])))
+    reason = choice.problem_unfit(problem) or choice.tile_unfit(tile, problem)
     if reason is not None:
         raise ValueError(
             f"config: expected hopper_programs=0 in {kernel}, received {tile.hopper_programs}: Hopper's kernel {reason}."
@@ -256,6 +281,9 @@ def gradients(
     k_rope: Array | None = None,
 ) -> tuple[AttentionGrads, Array | None]:
     """Works as `backward`, and the gradient of `k_rope` (see `forward`), in float32."""
+    if max(arrays.q.shape[-1], arrays.v.shape[-1]) > MAX_HEAD_DIM:
+        tile = xla.XlaTile(WIDE_TILE, WIDE_TILE)
+        return xla.backward(arrays, spec, xla.XlaConfig(tile, tile), out, lse, dout, dlse), None
     _check_hopper("key_gradient", config, arrays, spec, k_rope)
     arrays, spec = explicit_ranges(arrays, spec)
     delta, empty = row_terms(arrays, out, lse, dout, dlse)
@@ -274,10 +302,10 @@ def gradients(
     launch = launch.knowing(row_inputs)
     dmore = dslopes = dgates = None
     if config.key_gradient.hopper_programs and arrays.k.shape[1] > 0:
-        dq, dk, dv, dmore, tiles = backward_call.gradients(launch, arrays, spec, config.key_gradient, empty)
+        dq, dk, dmore, dv, of_gates = backward_call.gradients(launch, arrays, spec, config.key_gradient, empty)
         if arrays.log_forget is not None:
             dslopes = log_forget.of_queries(
-                arrays, tiles, config.key_gradient.block_q, lse, delta, dlse, empty
+                arrays, of_gates, config.key_gradient.block_q, lse, delta, dlse, empty
             )
     else:
         dk, dmore, dv = _key_gradient(launch, arrays, spec, config.key_gradient)

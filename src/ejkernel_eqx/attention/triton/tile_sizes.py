@@ -95,6 +95,8 @@ def choices(kernel: str, problem: Problem, device: DeviceFacts) -> list[Sizes]:
     """Tiles worth timing, best first; those for devices with little shared memory last."""
     best = preferred(kernel, problem, device)
     is_float32, width = problem.dtype("qkv") == "float32", _width(problem)
+    if not best:
+        return []
     more = list((_FLOAT32_MORE if is_float32 else _HALF_MORE)[kernel, width])
     if limits_registers(device) and (kernel, width, is_float32) == ("forward", 128, False):
         more.insert(0, SIDE_BY_SIDE)
@@ -104,7 +106,7 @@ def choices(kernel: str, problem: Problem, device: DeviceFacts) -> list[Sizes]:
 def preferred(kernel: str, problem: Problem, device: DeviceFacts) -> list[Sizes]:
     """Tiles to try, best first."""
     width, is_float32 = _width(problem), problem.dtype("qkv") == "float32"
-    tiles = (_FLOAT32 if is_float32 else _HALF)[kernel, width]
+    tiles = (_FLOAT32 if is_float32 else _HALF).get((kernel, width), ())  # none for wider heads
     if is_float32:
         return _within_blocks(problem, tiles)
     favourite: tuple[Sizes, ...] = ()
@@ -173,8 +175,9 @@ def _windowed(problem: Problem) -> bool:
     return window is not None and window[0] is not None
 
 
-def shared_memory(kernel: str, problem: Problem, block_q: int, block_k: int, num_stages: int) -> int:
-    """An upper estimate for one program, in bytes: the tiles it keeps, and the streamed ones once per stage."""
+def shared_memory(kernel: str, problem: Problem, device: DeviceFacts, tile: Any) -> int:
+    """An upper estimate for one program, in bytes: the tiles it keeps, and the streamed ones once per stage; the same on every device."""
+    block_q, block_k, num_stages = tile.block_q, tile.block_k, tile.num_stages
     is_float32 = problem.dtype("qkv") == "float32"
     size = 4 if is_float32 else 2
     over_scores = 4 * bool(problem.flag("bias")) + bool(problem.flag("mask"))
