@@ -302,7 +302,9 @@ def gradients(
     launch = launch.knowing(row_inputs)
     dmore = dslopes = dgates = None
     if config.key_gradient.hopper_programs and arrays.k.shape[1] > 0:
-        dq, dk, dmore, dv, of_gates = backward_call.gradients(launch, arrays, spec, config.key_gradient, empty)
+        dq, dk, dmore, dv, of_gates = backward_call.gradients(
+            launch, arrays, spec, config.key_gradient, empty
+        )
         if arrays.log_forget is not None:
             dslopes = log_forget.of_queries(
                 arrays, of_gates, config.key_gradient.block_q, lse, delta, dlse, empty

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ....launch import Launcher, NOTHING, result, result_like
-from ....launch.sizes import cdiv, padded
+from ....launch.sizes import cdiv
 from ...masks import tile_table
 from ...spec import AttentionArrays, AttentionSpec
 from . import backward_tiles, tile_sizes

@@ -148,7 +148,9 @@ def problem_unfit(problem: Problem) -> str | None:
     if problem.dtype("qkv") not in ("bfloat16", "float16"):
         return f"takes bfloat16 and float16, not {problem.dtype('qkv')}"
     dim, values, width = problem.dim("D"), problem.dim("V"), widths_of(problem)
-    if problem.flag("log_forget") and (problem.flag("soft_cap") or _listed(problem) or width.R or width.D > 256):
+    if problem.flag("log_forget") and (
+        problem.flag("soft_cap") or _listed(problem) or width.R or width.D > 256
+    ):
         return "takes no soft cap, no lists of tiles and no head dims above 256 or of two parts beside log_forget"
     if rotary(problem) and (width.first % 8 or width.D + width.R != 192):
         return "takes keys in two parts of 65 to 128 and of up to 64 channels, of whole 16 bytes"
