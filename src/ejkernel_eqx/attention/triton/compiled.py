@@ -20,7 +20,7 @@ from ..masks.call_lists import tile_lists, without_lists
 from ..masks.tile_shape import Shape
 from ..philox import threshold
 from ..spec import AttentionArrays, AttentionGrads, AttentionSpec, RowRanges
-from . import backward_kernels, forward_kernel, tile_sizes
+from . import backward_kernels, forward_kernel, tile_sizes, two_part_sizes
 from .hopper import backward_call, backward_tiles
 from .hopper import call as hopper_call
 from .hopper import tile_sizes as hopper
@@ -32,8 +32,6 @@ PARTS = {
     "query_gradient": "q bias alibi_slopes sinks",
 }  # Hopper's key gradients come with `q`
 MAX_HEAD_DIM = 256
-WIDE_TILE = 1024
-"""Queries, and keys, of a tile of XLA's backward for wider heads."""
 GATES = 2  # of the kernels' ALIBI, `tile.GATES`
 _CACHED_BYTES = 24 * 2**20
 _MOST_CANDIDATES = 12  # of each kernel
@@ -65,7 +63,8 @@ class TileConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TritonConfig:
-    """`forward`, and the backward kernels of the key side (`dk`, `dv`) and the query side (`dq`, bias)."""
+    """`forward`, and the backward kernels of the key side (`dk`, `dv`) and the query side (`dq`, bias). At head dims above 256 `key_gradient` has the
+    tile of XLA's backward, which computes everything."""
 
     forward: TileConfig
     key_gradient: TileConfig
@@ -82,6 +81,7 @@ config_type = TritonConfig
 _SMALLEST = TileConfig(16, 16, 4, 1)
 # The choice of Hopper's kernels, of each field of a configuration that may stand for one.
 _HOPPER: dict[str, Any] = {"forward": hopper, "key_gradient": backward_tiles}
+_WIDE_REMARKS = {"key_gradient": "backward: XLA's"}
 _HOPPER_REMARKS = {"forward": "forward: Triton's kernel", "key_gradient": "backward: Triton's kernels"}
 
 unavailable = kernels_unavailable
@@ -111,37 +111,32 @@ def by_request(problem: Problem, device: DeviceFacts) -> str | None:
     return None
 
 
-def default_config(problem: Problem, device: DeviceFacts, sizes: Any = tile_sizes) -> TritonConfig:
-    """The first preferred tile of each kernel that fits the device's shared memory, or Hopper's kernel where it is the faster one. `sizes`: the module
-    that knows the tiles of Triton's kernels."""
-    tiles = {
-        kernel: _fitting(kernel, sizes.preferred, problem, device, sizes)[0] for kernel in tile_sizes.KERNELS
-    }
-    for kernel, choice in _HOPPER.items():
-        if not choice.not_chosen(problem, device):
+def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
+    """The first preferred tile of each kernel that fits the device's shared memory, or Hopper's kernel where it is the faster one."""
+    tiles = {}
+    for kernel in tile_sizes.KERNELS:
+        if kernel in _HOPPER and not _HOPPER[kernel].not_chosen(problem, device):
             tiles[kernel] = _hopper_tiles(kernel, problem, device)[0]
+        else:
+            tiles[kernel] = _other_tiles(kernel, _sizes_of(problem).preferred, problem, device)[0]
     return TritonConfig(**tiles, **_arithmetic(device))
 
 
-def candidates(problem: Problem, device: DeviceFacts, sizes: Any = tile_sizes) -> list[TritonConfig]:
+def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     """Configurations worth timing, the heuristic first. Each takes the next tile of every kernel."""
-    heuristic = default_config(problem, device, sizes)
+    heuristic, choices = default_config(problem, device), _sizes_of(problem).choices
     columns = []
     for kernel in tile_sizes.KERNELS:
-        tiles = _hopper_tiles(kernel, problem, device) + _fitting(
-            kernel, sizes.choices, problem, device, sizes
-        )
+        tiles = _hopper_tiles(kernel, problem, device) + _other_tiles(kernel, choices, problem, device)
         columns.append(list(dict.fromkeys([getattr(heuristic, kernel), *tiles]))[:_MOST_CANDIDATES])
     return [TritonConfig(*tiles, **_arithmetic(device)) for tiles in rows_of(columns)]
 
 
-def config_unsupported(
-    config: TritonConfig, problem: Problem, device: DeviceFacts, sizes: Any = tile_sizes
-) -> str | None:
+def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str | None:
     """Says why tiles cannot fit the device's shared memory, by an upper estimate; the smallest tiles are left to the compiler."""
     if _is_wide(problem) and not config.forward.hopper_programs:
         return f"forward takes head dims above {MAX_HEAD_DIM} with hopper_programs"
-    for kernel in tile_sizes.KERNELS:
+    for kernel in ("forward",) if _is_wide(problem) else tile_sizes.KERNELS:
         tile = getattr(config, kernel)
         if tile.hopper_programs:
             reason = "has no kernel of its own"
@@ -149,7 +144,7 @@ def config_unsupported(
                 reason = _HOPPER[kernel].config_unfit(tile, problem, device)
             if reason is not None:
                 return f"{kernel} with hopper_programs={tile.hopper_programs} {reason}"
-        needed, shape = _needed_memory(kernel, problem, device, tile, sizes), f"{tile.block_q}x{tile.block_k}"
+        needed, shape = _needed_memory(kernel, problem, device, tile), f"{tile.block_q}x{tile.block_k}"
         if problem.flag("log_forget") and max(tile.block_q, tile.block_k) > log_forget.CHUNK:
             return f"{kernel} takes tiles of up to {log_forget.CHUNK} queries and keys with log_forget, not {shape}"
         reason = too_large(kernel, shape, tile.num_stages, needed, device)
@@ -158,18 +153,14 @@ def config_unsupported(
     return None
 
 
-def adapted(
-    config: TritonConfig, problem: Problem, device: DeviceFacts, sizes: Any = tile_sizes
-) -> TritonConfig:
+def adapted(config: TritonConfig, problem: Problem, device: DeviceFacts) -> TritonConfig:
     """Keeps the tiles, except for those of Hopper's kernels: whether they run, and with which tile, depends on the number of tiles, on the device
     and on the software."""
-    fit, tiles = default_config(problem, device, sizes), {}
+    fit, tiles = default_config(problem, device), {}
     for kernel in tile_sizes.KERNELS:
         tile = getattr(config, kernel)
         alone = dataclasses.replace(fit, **{kernel: tile})
-        if tile.hopper_programs and (
-            kernel == "forward" or config_unsupported(alone, problem, device, sizes)
-        ):
+        if tile.hopper_programs and (kernel == "forward" or config_unsupported(alone, problem, device)):
             tiles[kernel] = getattr(fit, kernel)
     return dataclasses.replace(config, **tiles)
 
@@ -183,7 +174,7 @@ def remark(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str:
     if device.vendor != "nvidia" or device.capability != (9, 0):
         return ""
     reasons = []
-    for kernel, words in _HOPPER_REMARKS.items():
+    for kernel, words in (_HOPPER_REMARKS | (_WIDE_REMARKS if _is_wide(problem) else {})).items():
         if not getattr(config, kernel).hopper_programs:
             reason = _HOPPER[kernel].not_chosen(problem, device) or "the configuration leaves out"
             reasons.append(f"{words}, not Hopper's, which {reason}")
@@ -195,18 +186,26 @@ def _hopper_tiles(kernel: str, problem: Problem, device: DeviceFacts) -> list[Ti
     return [TileConfig(*size) for size in sizes]
 
 
-def _needed_memory(kernel: str, problem: Problem, device: DeviceFacts, tile: TileConfig, sizes: Any) -> int:
+def _sizes_of(problem: Problem) -> Any:
+    """The module that knows tiles of Triton's kernels for such keys."""
+    return two_part_sizes if hopper.rotary(problem) else tile_sizes
+
+
+def _other_tiles(kernel: str, choices: Sizes, problem: Problem, device: DeviceFacts) -> list[TileConfig]:
+    """Tiles of Triton's kernels; where heads are too wide for them, of XLA's backward."""
+    if not _is_wide(problem):
+        tiles = [TileConfig(*tile) for tile in choices(kernel, problem, device)]
+        needed = lambda tile: _needed_memory(kernel, problem, device, tile)
+        return fitting(tiles, needed, device) or [_SMALLEST]
+    tiles = [found.backward for found in xla.candidates(problem, device)]
+    found = [TileConfig(tile.block_q, tile.block_k, 4, 1) for tile in tiles]
+    return {"forward": [], "key_gradient": found}.get(kernel, [_SMALLEST])
+
+
+def _needed_memory(kernel: str, problem: Problem, device: DeviceFacts, tile: TileConfig) -> int:
     if tile.hopper_programs:
         return _HOPPER[kernel].shared_memory(tile, problem)
-    return sizes.shared_memory(kernel, problem, device, tile)
-
-
-def _fitting(
-    kernel: str, choices: Sizes, problem: Problem, device: DeviceFacts, sizes: Any
-) -> list[TileConfig]:
-    tiles = [TileConfig(*tile) for tile in choices(kernel, problem, device)]
-    needed = lambda tile: _needed_memory(kernel, problem, device, tile, sizes)
-    return fitting(tiles, needed, device) or [_SMALLEST]
+    return _sizes_of(problem).shared_memory(kernel, problem, device, tile)
 
 
 def _check_hopper(
@@ -282,7 +281,7 @@ def gradients(
 ) -> tuple[AttentionGrads, Array | None]:
     """Works as `backward`, and the gradient of `k_rope` (see `forward`), in float32."""
     if max(arrays.q.shape[-1], arrays.v.shape[-1]) > MAX_HEAD_DIM:
-        tile = xla.XlaTile(WIDE_TILE, WIDE_TILE)
+        tile = xla.XlaTile(config.key_gradient.block_q, config.key_gradient.block_k)
         return xla.backward(arrays, spec, xla.XlaConfig(tile, tile), out, lse, dout, dlse), None
     _check_hopper("key_gradient", config, arrays, spec, k_rope)
     arrays, spec = explicit_ranges(arrays, spec)
