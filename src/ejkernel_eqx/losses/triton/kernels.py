@@ -47,6 +47,17 @@ def _tile(
 
 
 @triton.jit
+def _grown(most, l, FAST: tl.constexpr):
+    """The largest logit of each thread with those of a tile, the factor of sums before, and the tile's exponents of 2 and their powers."""
+    larger = tl.maximum(most, tl.max(l, 1))  # [ROWS]
+    # It is 1 where nothing was larger.
+    scale = tl.where(larger > most, _exp2((most - larger) * LOG2E, FAST), 1.0)  # [ROWS]
+    # The product is rounded once for a thread, so a difference is one operation.
+    shifted = l * LOG2E - (larger * LOG2E)[:, None]  # [ROWS, 8]
+    return larger, scale, shifted, _exp2(shifted, FAST)
+
+
+@triton.jit
 def _slope(p, log_p, of_p, of_p_log_p, of_all, OF_P_LOG_P: tl.constexpr, OF_ALL: tl.constexpr):
     """`statistics.Slope`, but for what the label has besides."""
     slope = p * of_p  # of the shape of p
@@ -127,11 +138,7 @@ def rows_kernel(
                 # The rounded logit of the label is left out. Most tiles do not have it.
                 if (place >= start) & (place < start + BLOCK_V):
                     l = tl.where(v == place, float("-inf"), l)  # [ROWS, 8]
-                larger = tl.maximum(most, tl.max(l, 1))  # [ROWS]
-                # The product is rounded once for a thread, so a difference is one operation. It is 0 where nothing was larger.
-                scale = tl.where(larger > most, _exp2((most - larger) * LOG2E, FAST), 1.0)  # [ROWS]
-                shifted = l * LOG2E - (larger * LOG2E)[:, None]  # [ROWS, 8]
-                power = _exp2(shifted, FAST)  # [ROWS, 8]
+                larger, scale, shifted, power = _grown(most, l, FAST)
                 if WEIGHTED:
                     moved = weighted + (most - larger) * LOG2E * sums  # [ROWS]
                     weighted = tl.where(scale > 0, scale * moved, 0.0)  # [ROWS]
