@@ -71,10 +71,10 @@ def test_the_ends_of_a_mixture():
 
 
 @pytest.mark.slow
-def test_composes():
+def test_composes(platform):
     """vmap over students and over tokens, scan, checkpoint; no gradient reaches the teacher."""
     inputs, (teacher, _) = make(), teacher_of("features", 1.0)
-    op = ejx.LinearDivergence(config=XlaConfig(4))
+    op = ejx.LinearDivergence(platform=platform, config=config_of(platform, 4))
     loss = lambda weight, x=inputs["x"], teacher=teacher: op(x, weight, teacher, mask=jnp.asarray(MASK))
     weights = jnp.stack([inputs["weight"], 2 * inputs["weight"]])
     each = jnp.stack([quick(jax.grad(loss))(w) for w in weights])
