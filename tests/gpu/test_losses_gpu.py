@@ -17,7 +17,8 @@ import ejkernel_eqx as ejx
 from tests.agreement import assert_agrees, assert_same
 from tests.gpu.host import candidates, example_problem, on_host
 from tests.losses.cases import Case, CASES, config_of, exact, make, results
-from tests.losses.teachers import CASES as TEACHERS, Compared, DIVERGENCES, Size
+from tests.losses.teachers import CASES as TEACHERS
+from tests.losses.teachers import Compared, DIVERGENCES, Size
 from tests.losses.test_statistics import everything, formula, OPTIONS
 from tests.tolerances import assert_close
 

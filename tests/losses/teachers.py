@@ -145,6 +145,4 @@ class Compared(NamedTuple):
         assert found["out"].dtype == ("float64" if self.dtype == "float64" else "float32")
         for name, x in found.items():
             assert x.dtype == self.dtype or name in ("out", "token_weights")
-            assert_close(
-                x, expected[name], self.dtype, "forward" if name == "out" else "gradient", name=name
-            )
+            assert_close(x, expected[name], self.dtype, "forward" if name == "out" else "gradient", name=name)

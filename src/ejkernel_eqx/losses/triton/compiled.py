@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ...core.arguments import accumulator
 from ...core.platforms import Interpreted, kernels_unavailable
 from ...dispatch import DeviceFacts, Problem
 from ...launch import given, Launcher, NOTHING, result, result_like
@@ -28,7 +29,7 @@ from ..statistics import (
     Tokens,
     tokens_of,
 )
-from . import divergence, kernels
+from . import divergence_kernel, kernels
 
 OPAQUE = True
 _BYTES = 400 * 10**6
@@ -171,8 +172,8 @@ def _chunk(
     # Padding may hold NaN, and 0 NaN is NaN.
     x = jnp.where((labels >= 0)[:, None], x, jnp.zeros_like(x))
     logits = product(x, weight, ((1,), (1,)), x.dtype)
-    launch_one = _launch if spec.divergence is None else divergence.launch
-    launch = functools.partial(launch_one, spec, config, shared | tokens | {"x": x}, logits, here)
+    launch = _launch if spec.divergence is None else _launch_with_teacher
+    launch = functools.partial(launch, spec, config, shared | tokens | {"x": x}, logits, here)
     if slope is None:
         return (launch()[0], None), {}
     is_split = devices(spec) > 1
@@ -205,28 +206,68 @@ def _launch(
     of = {} if slope is None else slope._asdict()
     more = dict.fromkeys((*Slope._fields, "lse", "entropy")) | of | ({} if known is None else known._asdict())
     numbers = {
-        "V": words,
-        "STRIDE": logits.shape[1],
         "E": arrays["x"].shape[1],
-        "CAP": spec.logits_soft_cap or 0.0,
-        "TEMPERATURE": spec.temperature,
         "PART": has_part,
-        "SLOPE": slope is not None,
-        "FAST": config.fast_exp,
-        **given(BIAS=arrays["bias"], **{name.upper(): of.get(name) for name in Slope._fields[2:]}),
+        **given(**{name.upper(): of.get(name) for name in Slope._fields[2:]}),
         **{name.upper(): flag for name, flag in flags.items()},
     }
-    launcher = Launcher("losses", arrays | more, numbers, arrays["x"])
-    if slope is None:
-        in_place: Any = {"arrays": {"before": None, "logits": logits}}
-    else:
-        outputs = {"logits": result_like(logits)} | outputs
-        in_place = {"arrays": {"before": logits}, "aliases": {"before": "logits"}}
-    made = launcher(kernels.rows_kernel, config, outputs, len(logits), **in_place)
+    made = _in_place(kernels.rows_kernel, spec, config, arrays | more, logits, words, numbers, outputs)
     part = {
         name: made[name] for name in ("largest", "exponentials", "target", *(n for n in flags if flags[n]))
     }
     return Part(**part), made.get("logits", logits)
+
+
+def _launch_with_teacher(
+    spec: LossSpec, config: TritonConfig, arrays: Any, logits: Array, words: int, slope: Slope | None = None
+) -> tuple[Array, Array]:
+    """The divergence of each token; and the gradient of the student's logits in their place, if there is a slope."""
+    if (teacher := arrays.get("teacher_logits")) is None:
+        x = arrays["teacher_x"]
+        # Float16 ends at 65,504.
+        dtype = x.dtype if x.dtype == jnp.bfloat16 else accumulator(x.dtype)
+        teacher = product(x, arrays["teacher_weight"], ((1,), (1,)), dtype)
+    numbers = {
+        "TEACHER_STRIDE": teacher.shape[1],
+        "TEACHER_CAP": spec.teacher_soft_cap or 0.0,
+        "DIVERGENCE": spec.divergence,
+        "BETA": spec.beta,
+        **given(TEACHER_BIAS=arrays["teacher_bias"]),
+    }
+    arrays |= {"teacher": teacher, "of_p": None if slope is None else slope.of_p}
+    outputs = {"losses": result(len(logits))}
+    kernel = divergence_kernel.divergence_kernel
+    made = _in_place(kernel, spec, config, arrays, logits, words, numbers, outputs)
+    return made["losses"], made.get("logits", logits)
+
+
+def _in_place(
+    kernel: Any,
+    spec: LossSpec,
+    config: TritonConfig,
+    arrays: Any,
+    logits: Array,
+    words: int,
+    numbers: Any,
+    outputs: Any,
+) -> Named:
+    """Launches a program for each row of logits. With a slope the logits are an output as well."""
+    has_slope = arrays["of_p"] is not None
+    numbers |= {
+        "V": words,
+        "STRIDE": logits.shape[1],
+        "CAP": spec.logits_soft_cap or 0.0,
+        "TEMPERATURE": spec.temperature,
+        "SLOPE": has_slope,
+        "FAST": config.fast_exp,
+        **given(BIAS=arrays["bias"]),
+    }
+    launcher = Launcher("losses", arrays, numbers, arrays["x"])
+    if not has_slope:
+        return launcher(kernel, config, outputs, len(logits), {"before": None, "logits": logits})
+    # Outputs are in the order of the kernel's parameters.
+    outputs = {"logits": result_like(logits)} | outputs
+    return launcher(kernel, config, outputs, len(logits), {"before": logits}, aliases={"before": "logits"})
 
 
 interpreted = Interpreted(__name__, TritonConfig(5, 4, 128, 1), fast_exp=False)

@@ -3,18 +3,25 @@
 import triton
 import triton.language as tl
 
-from .kernels import _exp2, _grown, _tile, LEAST, LOG2E
+from .kernels import _erase, _exp2, _grown, _tile, LEAST, LOG2E
 
 LEAST_NORMAL = tl.constexpr(1.2e-38)
 
 
 @triton.jit
+def _load(s_ptr, t_ptr, v, V: tl.constexpr):
+    """Tiles of both rows."""
+    s = tl.load(s_ptr + v, mask=v < V, other=float("-inf"))  # of the shape of v
+    return s, tl.load(t_ptr + v, mask=v < V, other=float("-inf"))
+
+
+@triton.jit
 def _log_sum(most, sums):
-    """Of all threads: the log of their sum of exponentials, that sum, and the factor of each thread's own sums."""
+    """Of all threads: the logarithm of their sum of exponentials, and the factor that makes shares of it of each thread's own sums."""
     largest = tl.max(most, 0)
     scale = tl.exp2((most - largest) * LOG2E)  # of the shape of most
     total = tl.sum(sums * scale, 0)
-    return largest + tl.log(total), total, scale
+    return largest + tl.log(total), scale / total
 
 
 @triton.jit
@@ -33,7 +40,7 @@ def divergence_kernel(
 ):  # fmt: skip
     # Of the student's logits s and probabilities q, and the teacher's t and p. With `SLOPE` the gradient, times `of_p`, is written over s.
     FORWARD: tl.constexpr = DIVERGENCE == "forward_kl"
-    REVERSE: tl.constexpr = DIVERGENCE == "reverse_kl"
+    MIXED: tl.constexpr = DIVERGENCE == "jensen_shannon"
     row = tl.program_id(0).to(tl.int64)
     logits = logits_ptr + row * STRIDE
     teacher = teacher_ptr + row * TEACHER_STRIDE
@@ -43,9 +50,7 @@ def divergence_kernel(
         # Ignored: nothing of it is read.
         tl.store(losses_ptr + row, 0.0)
         if SLOPE:
-            for start in range(0, STRIDE, BLOCK_V):
-                v = start + offsets  # [ROWS, 8]
-                tl.store(logits + v, tl.zeros([ROWS, 8], logits_ptr.dtype.element_ty), mask=v < STRIDE)
+            _erase(logits, offsets, STRIDE, BLOCK_V)
     else:
         # As in `rows_kernel`, a thread has maxima and sums of its own.
         most_s = tl.full([ROWS], LEAST, tl.float32)  # [ROWS], as all of these
@@ -53,77 +58,64 @@ def divergence_kernel(
         sums_s = tl.zeros([ROWS], tl.float32)
         sums_t = tl.zeros([ROWS], tl.float32)
         apart = tl.zeros([ROWS], tl.float32)
-        raw_s = tl.load(logits + offsets, mask=offsets < V, other=float("-inf"))  # [ROWS, 8]
-        raw_t = tl.load(teacher + offsets, mask=offsets < V, other=float("-inf"))  # [ROWS, 8]
+        raw_s, raw_t = _load(logits, teacher, offsets, V)  # [ROWS, 8] each
         for start in range(0, V, BLOCK_V):
             v = start + offsets  # [ROWS, 8], as what follows
-            ahead_s = tl.load(logits + v + BLOCK_V, mask=v + BLOCK_V < V, other=float("-inf"))
-            ahead_t = tl.load(teacher + v + BLOCK_V, mask=v + BLOCK_V < V, other=float("-inf"))
+            ahead_s, ahead_t = _load(logits, teacher, v + BLOCK_V, V)
             s, _ = _tile(raw_s, bias_ptr, v, V, BIAS, CAP, TEMPERATURE)
             t, _ = _tile(raw_t, teacher_bias_ptr, v, V, TEACHER_BIAS, TEACHER_CAP, TEMPERATURE)
             most_s, scale_s, _, power_s = _grown(most_s, s, FAST)
             most_t, scale_t, _, power_t = _grown(most_t, t, FAST)
             sums_s = sums_s * scale_s + tl.sum(power_s, 1)  # [ROWS]
             sums_t = sums_t * scale_t + tl.sum(power_t, 1)  # [ROWS]
-            # 0 times minus infinity is 0.
-            if FORWARD:
-                apart = tl.where(scale_t > 0, apart * scale_t, 0.0)  # [ROWS]
-                apart += tl.sum(tl.where(power_t > 0, power_t * (t - s), 0.0), 1)  # [ROWS]
-            if REVERSE:
-                apart = tl.where(scale_s > 0, apart * scale_s, 0.0)  # [ROWS]
-                apart += tl.sum(tl.where(power_s > 0, power_s * (s - t), 0.0), 1)  # [ROWS]
+            if not MIXED:
+                scale = scale_t if FORWARD else scale_s  # [ROWS]
+                power = power_t if FORWARD else power_s
+                # 0 times infinity is 0.
+                apart = tl.where(scale > 0, apart * scale, 0.0)  # [ROWS]
+                apart += tl.sum(tl.where(power > 0, power * (s - t), 0.0), 1)  # [ROWS]
             raw_s = ahead_s
             raw_t = ahead_t
-        lse_s, total_s, scale_s = _log_sum(most_s, sums_s)
-        lse_t, total_t, scale_t = _log_sum(most_t, sums_t)
-        of_student = 0.0
-        if FORWARD:
-            loss = tl.sum(tl.where(scale_t > 0, apart * scale_t, 0.0), 0) / total_t - lse_t + lse_s
-        elif REVERSE:
-            loss = tl.sum(tl.where(scale_s > 0, apart * scale_s, 0.0), 0) / total_s - lse_s + lse_t
-            of_student = loss
-        else:
-            from_p = tl.zeros([ROWS], tl.float32)  # [ROWS]
-            from_q = tl.zeros([ROWS], tl.float32)  # [ROWS]
+        lse_s, share_s = _log_sum(most_s, sums_s)
+        lse_t, share_t = _log_sum(most_t, sums_t)
+        if MIXED:
+            of_p = tl.zeros([ROWS], tl.float32)  # [ROWS]
+            of_q = tl.zeros([ROWS], tl.float32)  # [ROWS]
             for start in range(0, V, BLOCK_V):
                 v = start + offsets  # [ROWS, 8], as what follows
-                raw_s = tl.load(logits + v, mask=v < V, other=float("-inf"))
-                raw_t = tl.load(teacher + v, mask=v < V, other=float("-inf"))
+                raw_s, raw_t = _load(logits, teacher, v, V)
                 s, _ = _tile(raw_s, bias_ptr, v, V, BIAS, CAP, TEMPERATURE)
                 t, _ = _tile(raw_t, teacher_bias_ptr, v, V, TEACHER_BIAS, TEACHER_CAP, TEMPERATURE)
                 q = _exp2((s - lse_s) * LOG2E, FAST)
                 p = _exp2((t - lse_t) * LOG2E, FAST)
                 mixture = _mixed(p, q, BETA)
-                from_p += tl.sum(tl.where(p > 0, p * (t - lse_t - mixture), 0.0), 1)  # [ROWS]
-                from_q += tl.sum(tl.where(q > 0, q * (s - lse_s - mixture), 0.0), 1)  # [ROWS]
-            of_student = tl.sum(from_q, 0)
-            loss = BETA * tl.sum(from_p, 0) + (1.0 - BETA) * of_student
+                of_p += tl.sum(tl.where(p > 0, p * (t - lse_t - mixture), 0.0), 1)  # [ROWS]
+                of_q += tl.sum(tl.where(q > 0, q * (s - lse_s - mixture), 0.0), 1)  # [ROWS]
+            mean = tl.sum(of_q, 0)
+            loss = BETA * tl.sum(of_p, 0) + (1.0 - BETA) * mean
+        else:
+            share = share_t if FORWARD else share_s  # [ROWS]
+            # The mean of log(q / p), over p or over q.
+            mean = tl.sum(tl.where(share > 0, apart * share, 0.0), 0) - lse_s + lse_t
+            loss = -mean if FORWARD else mean
         tl.store(losses_ptr + row, loss)
         if SLOPE:
-            factor = tl.load(of_p_ptr + row)
-            if not FORWARD and not REVERSE:
-                factor *= 1.0 - BETA
+            factor = tl.load(of_p_ptr + row) * (1.0 - BETA if MIXED else 1.0)
             # Backwards: what was read last is most likely in the cache.
             LAST: tl.constexpr = (STRIDE - 1) // BLOCK_V * BLOCK_V
-            v = LAST + offsets  # [ROWS, 8], as all below
-            raw_s = tl.load(logits + v, mask=v < V, other=float("-inf"))
-            raw_t = tl.load(teacher + v, mask=v < V, other=float("-inf"))
+            raw_s, raw_t = _load(logits, teacher, LAST + offsets, V)  # [ROWS, 8] each
             for back in range(0, STRIDE, BLOCK_V):
-                v = LAST - back + offsets
+                v = LAST - back + offsets  # [ROWS, 8], as all below
                 # After the first tile it is read once more, for nothing.
-                before = tl.maximum(LAST - back - BLOCK_V, 0) + offsets
-                ahead_s = tl.load(logits + before, mask=before < V, other=float("-inf"))
-                ahead_t = tl.load(teacher + before, mask=before < V, other=float("-inf"))
+                ahead_s, ahead_t = _load(logits, teacher, tl.maximum(LAST - back - BLOCK_V, 0) + offsets, V)
                 s, curve = _tile(raw_s, bias_ptr, v, V, BIAS, CAP, TEMPERATURE)
                 t, _ = _tile(raw_t, teacher_bias_ptr, v, V, TEACHER_BIAS, TEACHER_CAP, TEMPERATURE)
                 q = _exp2((s - lse_s) * LOG2E, FAST)
                 if FORWARD:
                     slope = q - _exp2((t - lse_t) * LOG2E, FAST)
                 else:
-                    other = t - lse_t
-                    if not REVERSE:
-                        other = _mixed(_exp2(other * LOG2E, FAST), q, BETA)
-                    slope = tl.where(q > 0, q * (s - lse_s - other - of_student), 0.0)
+                    other = _mixed(_exp2((t - lse_t) * LOG2E, FAST), q, BETA) if MIXED else t - lse_t
+                    slope = tl.where(q > 0, q * (s - lse_s - other - mean), 0.0)
                 slope = slope * factor * curve
                 tl.store(logits + v, slope.to(logits_ptr.dtype.element_ty), mask=v < STRIDE)
                 raw_s = ahead_s

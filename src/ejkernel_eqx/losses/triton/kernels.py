@@ -83,6 +83,14 @@ def _products(x, weight_ptr, place, E: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _erase(logits, offsets, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """A gradient of 0 for a row that is ignored."""
+    for start in range(0, STRIDE, BLOCK):
+        v = start + offsets  # [ROWS, 8]
+        tl.store(logits + v, tl.zeros(v.shape, logits.dtype.element_ty), mask=v < STRIDE)
+
+
+@triton.jit
 def rows_kernel(
     before_ptr, x_ptr, labels_ptr, places_ptr, weight_ptr, bias_ptr,  # [N, STRIDE]; [N, E]; [N] twice; [STRIDE, E]; [V]
     of_p_ptr, of_p_lse_ptr, of_p_log_p_ptr, of_label_ptr, of_all_ptr,  # [N] each: the slope
@@ -113,9 +121,7 @@ def rows_kernel(
             if WEIGHTED:
                 tl.store(weighted_ptr + row, 0.0)
         if SLOPE:
-            for start in range(0, STRIDE, BLOCK_V):
-                v = start + offsets  # [ROWS, 8]
-                tl.store(logits + v, tl.zeros([ROWS, 8], logits_ptr.dtype.element_ty), mask=v < STRIDE)
+            _erase(logits, offsets, STRIDE, BLOCK_V)
     else:
         products = _products(x_ptr + row * E, weight_ptr, place, E, ROWS)  # [ROWS]
         bias = 0.0
