@@ -271,4 +271,4 @@ def _in_place(
 
 
 interpreted = Interpreted(__name__, TritonConfig(5, 4, 128, 1), fast_exp=False)
-"""The same kernel on the host, with small chunks: platform `triton-interpret`."""
+"""The same kernels on the host, with small chunks: platform `triton-interpret`."""
