@@ -70,7 +70,7 @@ def _slope(p, log_p, of_p, of_p_log_p, of_all, OF_P_LOG_P: tl.constexpr, OF_ALL:
 
 
 @triton.jit
-def _products(x, weight_ptr, place, E: tl.constexpr, BLOCK: tl.constexpr):
+def _products(x, weight_ptr, place, E, BLOCK: tl.constexpr):
     """Their sum is the logit of the label in float32, without the bias; 0 if it is not among these words."""
     row = weight_ptr + tl.maximum(place, 0).to(tl.int64) * E
     products = tl.zeros([BLOCK], tl.float32)  # [BLOCK]
@@ -95,9 +95,10 @@ def rows_kernel(
     before_ptr, x_ptr, labels_ptr, places_ptr, weight_ptr, bias_ptr,  # [N, STRIDE]; [N, E]; [N] twice; [STRIDE, E]; [V]
     of_p_ptr, of_p_lse_ptr, of_p_log_p_ptr, of_label_ptr, of_all_ptr,  # [N] each: the slope
     lse_ptr, entropy_ptr,  # [N] each: of all words, where these are not all
+    E,
     logits_ptr,  # [N, STRIDE], in the place of `before`
     largest_ptr, exponentials_ptr, target_ptr, total_ptr, weighted_ptr,  # [N] each: the part
-    V: tl.constexpr, STRIDE: tl.constexpr, E: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, TEMPERATURE: tl.constexpr,
+    V: tl.constexpr, STRIDE: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, TEMPERATURE: tl.constexpr,
     TOTAL: tl.constexpr, WEIGHTED: tl.constexpr, OF_P_LSE: tl.constexpr, OF_P_LOG_P: tl.constexpr, OF_ALL: tl.constexpr,
     PART: tl.constexpr, SLOPE: tl.constexpr, BLOCK_V: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
