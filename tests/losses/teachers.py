@@ -122,7 +122,7 @@ class Compared(NamedTuple):
     def options(self) -> dict[str, Any]:
         return {"divergence": self.divergence, "temperature": 1.7, "beta": 0.3, "reduction": self.reduction}
 
-    def results(self, platform: str, config: Any) -> dict[str, Any]:
+    def results(self, platform: Any, config: Any) -> dict[str, Any]:
         """The loss, and gradients under the names of their inputs."""
         teacher, _ = teacher_of(self.form, 1.7, self.dtype, self.size)
         op = ejx.LinearDivergence(**self.options, logits_soft_cap=2.0, platform=platform, config=config)

@@ -1,4 +1,5 @@
-"""The Triton kernel of the cross entropy, and what it shares with that of divergences: a program makes the numbers of a token from its row of logits, and writes their gradient over them."""
+"""The Triton kernel of the cross entropy: a program makes the numbers of a token from its row of logits, and writes their gradient over them. What
+the kernel of divergences shares with it is here, too."""
 
 import triton
 import triton.language as tl
