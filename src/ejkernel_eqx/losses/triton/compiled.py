@@ -172,8 +172,8 @@ def _chunk(
     # Padding may hold NaN, and 0 NaN is NaN.
     x = jnp.where((labels >= 0)[:, None], x, jnp.zeros_like(x))
     logits = product(x, weight, ((1,), (1,)), x.dtype)
-    launch = _launch if spec.divergence is None else _launch_with_teacher
-    launch = functools.partial(launch, spec, config, shared | tokens | {"x": x}, logits, here)
+    one: Any = _launch if spec.divergence is None else _launch_with_teacher
+    launch = functools.partial(one, spec, config, shared | tokens | {"x": x}, logits, here)
     if slope is None:
         return (launch()[0], None), {}
     is_split = devices(spec) > 1
