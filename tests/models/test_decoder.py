@@ -304,6 +304,13 @@ def test_new_positions_are_of_the_size_of_tokens():
     np.testing.assert_allclose([jnp.std(table) for table in tables], 0.02, rtol=0.05)
 
 
+def test_learned_positions_need_a_cache_that_counts_tokens():
+    model = Decoder(DecoderConfig(50, 32, (DELTA,), max_positions=16), key=jax.random.key(0))
+    assert bool(jnp.isfinite(model(TOKENS)).all())
+    with pytest.raises(ValueError, match="cache: expected a layer of attention over all tokens"):
+        model(TOKENS, model.init_cache(2, 16))
+
+
 def test_tuning_and_explaining_find_every_kernel():
     paths = {choice.path for choice in ejx.explain(model_of("hybrid"), TOKENS).choices}
     # Of the pattern, and of what is left.

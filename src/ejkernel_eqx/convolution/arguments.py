@@ -11,6 +11,7 @@ from .._broadcast import like
 from ..core.along import Along
 from ..core.arguments import array, fitting
 from ..core.frame import frame_of, step_frame_of
+from ..sequences.cumsum import running_count
 from ..sequences.packing import ended
 from ..sequences.rows import Packing
 from ..sequences.tokens import scattered
@@ -106,7 +107,7 @@ def places_of(packing: Packing, held: int) -> Places:
     assert real is not None
     axis = real.ndim - 1
     length = real.shape[-1]
-    rank = jnp.cumsum(real, axis, dtype=jnp.int32) - 1
+    rank = running_count(real, axis) - 1
     # Tables that are made from one of the rows are split over a mesh as the rows are.
     tokens = jnp.zeros_like(rank) + like(jnp.arange(length, dtype=jnp.int32), rank)
     total = rank[..., -1:] + 1 if length else jnp.zeros((*real.shape[:-1], 1), jnp.int32)

@@ -24,6 +24,11 @@ def embed_positions(table: Array, tokens: Array, cache: Any, rows: dict[str, Any
 def positions_of(tokens: Array, rows: dict[str, Any], room: int, cache: Any = None) -> Array:
     """The positions of tokens `[..., T]`, int32. They count from the first real token of each row or segment, cached tokens included. Positions from
     `room` on are an error, except in a program for a GPU, as tokens that do not fit into a cache."""
+    if cache is not None and not cache.bounded:
+        raise ValueError(
+            "cache: expected a layer of attention over all tokens, whose cache counts the positions of learned embeddings, received none; "
+            "call the model without a cache, or build it with max_positions=None."
+        )
     bounded = None if cache is None else cache.bounded[0]
     given = (rows.get("segment_ids"), rows.get("padding_mask"), None if bounded is None else bounded.lengths)
     say = lambda found: (

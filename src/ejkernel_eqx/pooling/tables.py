@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from .._broadcast import like
+from ..sequences.cumsum import running_count
 from ..sequences.packing import chunk_indices, ended
 from ..sequences.tokens import over, scattered
 
@@ -87,7 +88,7 @@ def by_id(count: int, are_sorted: bool, ids: Array) -> tuple[Array, Array]:
         return offsets, jnp.argsort(key, -1, stable=True).astype(jnp.int32)
     token = jnp.broadcast_to(jnp.arange(ids.shape[-1], dtype=jnp.int32), ids.shape)
     # Sorted ids need no sort: members keep their order, and the others move behind them.
-    rank = jnp.cumsum(is_member, -1, dtype=jnp.int32)
+    rank = running_count(is_member, is_member.ndim - 1)
     place = jnp.where(is_member, rank - 1, ends[..., -1:] + token - rank)
     return offsets, scattered(place, token)
 
