@@ -13,16 +13,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..codes import block_of, E2M1, E4M3, E5M2, FLOAT16, FLOAT32, Form, INT8, scale_of, UINT4
-from .tile import barriers_of, CONSUMERS, following, place, stages_of
+from .tile import ahead, barriers_of, CONSUMERS, following, place, stages_of
 
 HALF = gl.constexpr(64)
-"""The rows of the weight that a consumer has: those of one instruction."""
+"""The rows of the weight that a consumer has: those of one instruction. Both consumers of a tile have the same ones if they share features: each
+takes every other step, and the second hands its sums to the first."""
 # Scales and zero points of the weight, and the factor of the matrix.
 Scales = namedtuple("Scales", "scales_ptr zeros_ptr factor_ptr")
-# Sizes, how the weight is stored, and the tile, as the kernel's parameters.
-Coded = namedtuple("Coded", "K N form UNIT FACTOR BM BK STAGES SWIZZLE")
+# Sizes, how the weight is stored, and the tile, as the kernel's parameters; then rows of the weight of a tile, how many tiles those are, and steps.
+Coded = namedtuple("Coded", "K N form UNIT FACTOR SHARED BM BK STAGES SWIZZLE ROWS TILES STEPS")
 # Stages of codes and of rows, and their barriers.
-Ring = namedtuple("Ring", "codes rows full empty")
+Ring = namedtuple("Ring", "codes rows full empty turns")
 
 
 # fmt: off
@@ -129,7 +130,7 @@ def _numbers(ring, s, bits, zeros, W: gl.constexpr, operand: gl.constexpr, coded
     form: gl.constexpr = coded.form
     SCALED: gl.constexpr = form.COLUMNS > 0
     HALVES: gl.constexpr = form.ELEMENT == E4M3 or form.ELEMENT == E5M2
-    codes = ring.codes.index(s).slice(W * HALF, HALF).load(gl.DotOperandLayout(0, operand.parent, 1))
+    codes = ring.codes.index(s).slice(0 if coded.SHARED else W * HALF, HALF).load(gl.DotOperandLayout(0, operand.parent, 1))
     w = _pairs(codes.to(gl.uint32), form.ELEMENT)  # [HALF, BK / 2]
     if SCALED:
         w = gl.reshape(w, [HALF, coded.BK // coded.UNIT, coded.UNIT // 2])
@@ -152,63 +153,82 @@ def _numbers(ring, s, bits, zeros, W: gl.constexpr, operand: gl.constexpr, coded
 
 
 @gluon.jit
-def _consumer(ring, staging, out, scales, M, W: gl.constexpr, coded: gl.constexpr):
-    """Multiplies half the rows of the weight of every tile by its rows, and stores the products."""
+def _after(s, phase, coded: gl.constexpr):
+    """The next stage of a consumer."""
+    if coded.SHARED:
+        return ahead(s, phase, 2, coded.STAGES)
+    return following(s, phase, coded.STAGES)
+
+
+@gluon.jit
+def _consumer(ring, staging, sums, out, scales, M, W: gl.constexpr, coded: gl.constexpr):
+    """Multiplies half the rows of the weight of every tile, or half the features, by its rows, and stores the products."""
     BM: gl.constexpr = coded.BM
     BK: gl.constexpr = coded.BK
-    STAGES: gl.constexpr = coded.STAGES
-    COLUMNS: gl.constexpr = (coded.N + 2 * HALF - 1) // (2 * HALF)
-    STEPS: gl.constexpr = (coded.K + BK - 1) // BK
     UNITS: gl.constexpr = BK // coded.UNIT
+    SHARED: gl.constexpr = coded.SHARED
     form: gl.constexpr = coded.form
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     # Each thread loads the scales of its own numbers.
     pairs = gl.zeros([HALF, BK // 2], gl.uint32, gl.DotOperandLayout(0, layout, 1))
     of_units: gl.constexpr = gl.SliceLayout(2, gl.reshape(pairs, [HALF, UNITS, coded.UNIT // 2]).type.layout)
-    mine = gl.expand_dims(W * HALF + gl.arange(0, HALF, gl.SliceLayout(1, of_units)), 1)  # [HALF, 1]
+    mine = gl.expand_dims(gl.arange(0, HALF, gl.SliceLayout(1, of_units)), 1)  # [HALF, 1]
     unit = gl.expand_dims(gl.arange(0, UNITS, gl.SliceLayout(0, of_units)) * coded.UNIT, 0)  # [1, UNITS]
-    total = (M + BM - 1) // BM * COLUMNS
-    s, phase = 0, 0
+    total = (M + BM - 1) // BM * coded.TILES
+    STEP: gl.constexpr = 2 * BK if SHARED else BK
+    STEPS: gl.constexpr = coded.STEPS // 2 if SHARED else coded.STEPS
+    START: gl.constexpr = W * BK if SHARED else 0
+    s, phase, turn = W if SHARED else 0, 0, 0
     t = gl.program_id(0)
     while t < total:
-        row, column = place(t, M, BM, COLUMNS, coded.SWIZZLE)
-        first = column * (2 * HALF)
+        row, column = place(t, M, BM, coded.TILES, coded.SWIZZLE)
+        first = column * coded.ROWS + (0 if SHARED else W * HALF)
         n = gl.minimum(first + mine, coded.N - 1)
         acc = gl.zeros([HALF, BM], gl.float32, layout)
         bits, zeros, later, later_zeros = 0, 0, 0, 0
         # Numbers of a step are made while the products of the step before are computed, and its scales are loaded a step before that.
         if form.COLUMNS > 0:
-            bits, zeros = _block_at(scales, n, unit, 0, coded)
-            later, later_zeros = _block_at(scales, n, unit, BK, coded)
+            bits, zeros = _block_at(scales, n, unit, START, coded)
+            later, later_zeros = _block_at(scales, n, unit, START + STEP, coded)
         mbarrier.wait(ring.full.index(s), phase)
         w = _numbers(ring, s, bits, zeros, W, operand, coded)
         for k in range(STEPS):
             acc = warpgroup_mma(w, ring.rows.index(s).permute((1, 0)), acc, is_async=True)
-            next_s, next_phase = following(s, phase, STAGES)
+            next_s, next_phase = _after(s, phase, coded)
             upcoming = w
             if k + 1 < STEPS:
                 if form.COLUMNS > 0:
                     bits, zeros = later, later_zeros
-                    later, later_zeros = _block_at(scales, n, unit, (k + 2) * BK, coded)
+                    later, later_zeros = _block_at(scales, n, unit, START + (k + 2) * STEP, coded)
                 mbarrier.wait(ring.full.index(next_s), next_phase)
                 upcoming = _numbers(ring, next_s, bits, zeros, W, operand, coded)
             acc, w = warpgroup_mma_wait(0, deps=[acc, w])
             mbarrier.arrive(ring.empty.index(s), count=1)
             w = upcoming
             s, phase = next_s, next_phase
-        # Scales that all features share.
-        first += W * HALF
-        if form.COLUMNS == 0:
-            at = gl.minimum(first + gl.arange(0, HALF, gl.SliceLayout(1, layout)), coded.N - 1)  # [HALF]
-            acc *= gl.expand_dims(scale_of(gl.load(scales.scales_ptr + block_of(at, 0, coded.K, form)), form.SCALE), 1)
-        if coded.FACTOR:
-            acc *= gl.load(scales.factor_ptr).to(gl.float32, bitcast=True)
-        # The copy before has left the shared memory.
-        tma.store_wait(0)
-        staging.store(gl.permute(acc.to(gl.bfloat16), (1, 0)))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(out, [row * BM, first], staging)
+        if SHARED and W == 1:
+            # The sums of the tile before have been taken.
+            mbarrier.wait(ring.turns.index(1), turn ^ 1)
+            sums.store(acc)
+            mbarrier.arrive(ring.turns.index(0), count=1)
+        else:
+            if SHARED:
+                mbarrier.wait(ring.turns.index(0), turn)
+                acc += sums.load(layout)
+                mbarrier.arrive(ring.turns.index(1), count=1)
+            # Scales that all features share.
+            if form.COLUMNS == 0:
+                at = gl.minimum(first + gl.arange(0, HALF, gl.SliceLayout(1, layout)), coded.N - 1)  # [HALF]
+                acc *= gl.expand_dims(scale_of(gl.load(scales.scales_ptr + block_of(at, 0, coded.K, form)), form.SCALE), 1)
+            if coded.FACTOR:
+                acc *= gl.load(scales.factor_ptr).to(gl.float32, bitcast=True)
+            # The copy before has left the shared memory.
+            tma.store_wait(0)
+            staging.store(gl.permute(acc.to(gl.bfloat16), (1, 0)))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(out, [row * BM, first], staging)
+        turn ^= 1
         t += gl.num_programs(0)
     tma.store_wait(0)
 
@@ -219,19 +239,18 @@ def _loader(ring, rows, codes, M, coded: gl.constexpr):
     BM: gl.constexpr = coded.BM
     BK: gl.constexpr = coded.BK
     four: gl.constexpr = coded.form.ELEMENT == UINT4 or coded.form.ELEMENT == E2M1
-    WIDE: gl.constexpr = BK // 2  # pairs of codes
-    COLUMNS: gl.constexpr = (coded.N + 2 * HALF - 1) // (2 * HALF)
-    total = (M + BM - 1) // BM * COLUMNS
+    total = (M + BM - 1) // BM * coded.TILES
+    BYTES: gl.constexpr = 2 * BM * BK + coded.ROWS * (BK // 2 if four else BK)
     # Every stage is free at first: its barrier passes for the parity before.
     s, phase = 0, 1
     t = gl.program_id(0)
     while t < total:
-        row, column = place(t, M, BM, COLUMNS, coded.SWIZZLE)
-        for k in range((coded.K + BK - 1) // BK):
+        row, column = place(t, M, BM, coded.TILES, coded.SWIZZLE)
+        for k in range(coded.STEPS):
             mbarrier.wait(ring.empty.index(s), phase)
             full = ring.full.index(s)
-            mbarrier.expect(full, 2 * BM * BK + 2 * HALF * WIDE * (1 if four else 2))
-            tma.async_copy_global_to_shared(codes, [column * (2 * HALF), k * WIDE], full, ring.codes.index(s))
+            mbarrier.expect(full, BYTES)
+            tma.async_copy_global_to_shared(codes, [column * coded.ROWS, k * (BK // 2)], full, ring.codes.index(s))
             tma.async_copy_global_to_shared(rows, [row * BM, k * BK], full, ring.rows.index(s))
             s, phase = following(s, phase, coded.STAGES)
         t += gl.num_programs(0)
@@ -249,27 +268,34 @@ def hopper_coded_kernel(
     out_ptr,  # [M, N]
     K: gl.constexpr, N: gl.constexpr, ELEMENT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, SCALE: gl.constexpr,
     ZEROS: gl.constexpr, FACTOR: gl.constexpr, UNIT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr,
-    SWIZZLE: gl.constexpr,
+    SWIZZLE: gl.constexpr, SHARED: gl.constexpr,
 ):
     # out = x w^T, where w are the numbers of the codes.
     form: gl.constexpr = Form(ELEMENT, ROWS, COLUMNS, SCALE, ZEROS)
-    coded: gl.constexpr = Coded(K, N, form, UNIT, FACTOR, BLOCK_M, BLOCK_K, NUM_STAGES, SWIZZLE)
+    HEIGHT: gl.constexpr = HALF if SHARED else 2 * HALF
+    TILES: gl.constexpr = (N + HEIGHT - 1) // HEIGHT
+    STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    # What is loaded past the last feature is 0.
+    EVEN: gl.constexpr = (STEPS + 1) // 2 * 2 if SHARED else STEPS
+    coded: gl.constexpr = Coded(K, N, form, UNIT, FACTOR, SHARED, BLOCK_M, BLOCK_K, NUM_STAGES, SWIZZLE, HEIGHT, TILES, EVEN)
     four: gl.constexpr = ELEMENT == UINT4 or ELEMENT == E2M1
     # Two codes are an element.
     pair: gl.constexpr = gl.uint8 if four else gl.uint16
     codes_ptr = codes_ptr.to(gl.pointer_type(pair), bitcast=True)
     rows = _descriptor(x_ptr, M, K, [BLOCK_M, BLOCK_K])
-    codes = _descriptor(codes_ptr, N, K // 2, [2 * HALF, BLOCK_K // 2])
+    codes = _descriptor(codes_ptr, N, K // 2, [HEIGHT, BLOCK_K // 2])
     out = _descriptor(out_ptr, M, N, [BLOCK_M, HALF])
-    full, empty, _ = barriers_of(NUM_STAGES, CONSUMERS)
-    codes_s = stages_of(pair, [2 * HALF, BLOCK_K // 2], NUM_STAGES)
+    full, empty, turns = barriers_of(NUM_STAGES, 1 if SHARED else CONSUMERS)
+    codes_s = stages_of(pair, [HEIGHT, BLOCK_K // 2], NUM_STAGES)
     rows_s = stages_of(gl.bfloat16, [BLOCK_M, BLOCK_K], NUM_STAGES)
-    staging = stages_of(gl.bfloat16, [BLOCK_M, HALF], CONSUMERS)
-    ring = Ring(codes_s, rows_s, full, empty)
+    # Each consumer stores its part of a tile, or hands it over.
+    staging = stages_of(gl.bfloat16, [BLOCK_M, HALF], 1 if SHARED else CONSUMERS)
+    sums = stages_of(gl.float32, [HALF, BLOCK_M if SHARED else 32], 1)
+    ring = Ring(codes_s, rows_s, full, empty, turns)
     scales = Scales(scales_ptr, zeros_ptr, factor_ptr)
     # Two consumers of four warps with 232 registers a thread, one producer warp with 40.
     gl.warp_specialize([
-        (_consumer, (ring, staging.index(0), out, scales, M, 0, coded)),
-        (_consumer, (ring, staging.index(1), out, scales, M, 1, coded)),
+        (_consumer, (ring, staging.index(0), sums.index(0), out, scales, M, 0, coded)),
+        (_consumer, (ring, staging.index(0 if SHARED else 1), sums.index(0), out, scales, M, 1, coded)),
         (_loader, (ring, rows, codes, M, coded)),
     ], [4, 1], [232, 40])
