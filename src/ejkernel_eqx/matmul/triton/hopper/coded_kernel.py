@@ -153,6 +153,12 @@ def _numbers(ring, s, bits, zeros, W: gl.constexpr, operand: gl.constexpr, coded
 
 
 @gluon.jit
+def _descriptor(ptr, rows, width: gl.constexpr, shape: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(shape, ptr.dtype.element_ty)
+    return tma.make_tensor_descriptor(ptr, [rows, width], [width, 1], shape, layout)
+
+
+@gluon.jit
 def _after(s, phase, coded: gl.constexpr):
     """The next stage of a consumer."""
     if coded.SHARED:
@@ -161,7 +167,7 @@ def _after(s, phase, coded: gl.constexpr):
 
 
 @gluon.jit
-def _consumer(ring, staging, sums, out, scales, M, W: gl.constexpr, coded: gl.constexpr):
+def _consumer(ring, staging, sums, out_ptr, scales, M, W: gl.constexpr, coded: gl.constexpr):
     """Multiplies half the rows of the weight of every tile, or half the features, by its rows, and stores the products."""
     BM: gl.constexpr = coded.BM
     BK: gl.constexpr = coded.BK
@@ -179,6 +185,8 @@ def _consumer(ring, staging, sums, out, scales, M, W: gl.constexpr, coded: gl.co
     STEP: gl.constexpr = 2 * BK if SHARED else BK
     STEPS: gl.constexpr = coded.STEPS // 2 if SHARED else coded.STEPS
     START: gl.constexpr = W * BK if SHARED else 0
+    # Made here, while the first tile is on its way.
+    out = _descriptor(out_ptr, M, coded.N, [BM, HALF])
     s, phase, turn = W if SHARED else 0, 0, 0
     t = gl.program_id(0)
     while t < total:
@@ -234,13 +242,15 @@ def _consumer(ring, staging, sums, out, scales, M, W: gl.constexpr, coded: gl.co
 
 
 @gluon.jit
-def _loader(ring, rows, codes, M, coded: gl.constexpr):
+def _loader(ring, x_ptr, codes_ptr, M, coded: gl.constexpr):
     """Loads the operands of every tile, as far ahead as there are stages."""
     BM: gl.constexpr = coded.BM
     BK: gl.constexpr = coded.BK
     four: gl.constexpr = coded.form.ELEMENT == UINT4 or coded.form.ELEMENT == E2M1
     total = (M + BM - 1) // BM * coded.TILES
     BYTES: gl.constexpr = 2 * BM * BK + coded.ROWS * (BK // 2 if four else BK)
+    codes = _descriptor(codes_ptr, coded.N, coded.K // 2, [coded.ROWS, BK // 2])
+    rows = _descriptor(x_ptr, M, coded.K, [BM, BK])
     # Every stage is free at first: its barrier passes for the parity before.
     s, phase = 0, 1
     t = gl.program_id(0)
@@ -254,12 +264,6 @@ def _loader(ring, rows, codes, M, coded: gl.constexpr):
             tma.async_copy_global_to_shared(rows, [row * BM, k * BK], full, ring.rows.index(s))
             s, phase = following(s, phase, coded.STAGES)
         t += gl.num_programs(0)
-
-
-@gluon.jit
-def _descriptor(ptr, rows, width: gl.constexpr, shape: gl.constexpr):
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(shape, ptr.dtype.element_ty)
-    return tma.make_tensor_descriptor(ptr, [rows, width], [width, 1], shape, layout)
 
 
 @gluon.jit
@@ -282,9 +286,6 @@ def hopper_coded_kernel(
     # Two codes are an element.
     pair: gl.constexpr = gl.uint8 if four else gl.uint16
     codes_ptr = codes_ptr.to(gl.pointer_type(pair), bitcast=True)
-    rows = _descriptor(x_ptr, M, K, [BLOCK_M, BLOCK_K])
-    codes = _descriptor(codes_ptr, N, K // 2, [HEIGHT, BLOCK_K // 2])
-    out = _descriptor(out_ptr, M, N, [BLOCK_M, HALF])
     full, empty, turns = barriers_of(NUM_STAGES, 1 if SHARED else CONSUMERS)
     codes_s = stages_of(pair, [HEIGHT, BLOCK_K // 2], NUM_STAGES)
     rows_s = stages_of(gl.bfloat16, [BLOCK_M, BLOCK_K], NUM_STAGES)
@@ -295,7 +296,7 @@ def hopper_coded_kernel(
     scales = Scales(scales_ptr, zeros_ptr, factor_ptr)
     # Two consumers of four warps with 232 registers a thread, one producer warp with 40.
     gl.warp_specialize([
-        (_consumer, (ring, staging.index(0), sums.index(0), out, scales, M, 0, coded)),
-        (_consumer, (ring, staging.index(0 if SHARED else 1), sums.index(0), out, scales, M, 1, coded)),
-        (_loader, (ring, rows, codes, M, coded)),
+        (_consumer, (ring, staging.index(0), sums.index(0), out_ptr, scales, M, 0, coded)),
+        (_consumer, (ring, staging.index(0 if SHARED else 1), sums.index(0), out_ptr, scales, M, 1, coded)),
+        (_loader, (ring, x_ptr, codes_ptr, M, coded)),
     ], [4, 1], [232, 40])
