@@ -122,8 +122,8 @@ def project_apart(name: str, layer: Any, x: Array, features: int) -> tuple[Array
 
 
 multiplied_by: Any = jax.make_user_context(None)
-"""`multiplied_by(matmul)` is a context in which a [`Matmul`][ejkernel_eqx.Matmul] multiplies few rows. A model opens it round a layer in a step of
-few tokens: there the time is that of reading the weights."""
+"""`multiplied_by(matmul)` is a context in which a [`Matmul`][ejkernel_eqx.Matmul] multiplies few rows, and many by quantised weights. A model opens it
+round a layer in a step of few tokens, where the time is that of reading the weights, and in calls of many."""
 
 
 def are_few(x: Array) -> bool:
@@ -165,7 +165,7 @@ def product(x: Array, weight: Weight, bias: Array | None = None, dtype: Any = No
     if (
         matmul is not None
         and dtype is None
-        and are_few(x)
+        and (are_few(x) or is_quantised(weight))
         and are_multiplied(x, [weight])
         and mesh_of((x, weight)) is None
     ):

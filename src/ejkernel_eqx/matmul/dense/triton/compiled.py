@@ -151,8 +151,8 @@ def _forward(arrays: MatmulArrays, spec: MatmulSpec, config: TritonConfig) -> di
     return {name: made[name] for name in outputs}
 
 
-# By XLA: few rows are for decoding, which has no gradients.
-backward = gradients_by(xla.apply)
+# By XLA: few rows are for decoding, which has no gradients, and gradients of many are products.
+backward = gradients_by(lambda arrays, spec: xla.apply(*many.with_floats(arrays, spec)))
 
 
 _SMALL = TritonConfig(RowsTile(64, 16, 32, 4, 1), True)

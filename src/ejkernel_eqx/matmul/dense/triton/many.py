@@ -1,6 +1,7 @@
 """Many rows by quantised weights: by Hopper's kernel, which makes numbers in its tiles, or by XLA, of floats that a kernel makes before."""
 
 import dataclasses
+import math
 from typing import Any
 
 from jax import Array
@@ -13,10 +14,12 @@ from ....quantised.format import BITS, form_of, SCALES
 from ...triton.floats_kernel import floats_kernel
 from .. import xla
 from ..spec import CODED, columns_of, MatmulArrays, MatmulSpec, RIGHTS
-from .tile_sizes import RowsTile
+from .tile_sizes import RowsTile, unit_of
 
 _FLOATS = RowsTile(1, 2, 1024, 4, 1)
 """The tile of the kernel that makes floats."""
+_SWIZZLE = 8
+"""Tiles of rows that follow one another and share rows of the weight in the cache."""
 
 
 def numbers_of(form: QuantFormat | None, features: int, unit: int) -> dict[str, Any]:
@@ -31,45 +34,50 @@ def numbers_of(form: QuantFormat | None, features: int, unit: int) -> dict[str, 
 
 def multiply(arrays: MatmulArrays, spec: MatmulSpec, tile: RowsTile | None) -> dict[str, Array]:
     """The results by Hopper's kernel with a tile, or without one by floats. All that surrounds the products is XLA's."""
-    form, features = spec.format, arrays.x.shape[-1]
-    assert form is not None
-    sides = [[getattr(arrays, name) for name in names] for names in CODED[: len(arrays.rights)]]
     if tile is None:
-        floats = [_floats(side, form, features, arrays.x.dtype) for side in sides]
-        empty = dict.fromkeys(sum(CODED, ()))
-        arrays = arrays._replace(**empty | dict(zip(RIGHTS, floats)))
-        return xla.apply(arrays, dataclasses.replace(spec, format=None))
-    return xla.apply(arrays, spec, lambda x: [_product(x, side, form, tile) for side in sides])
+        return xla.apply(*with_floats(arrays, spec))
+    return xla.apply(arrays, spec, lambda x: [_product(x, side, spec, tile) for side in _sides(arrays)])
 
 
-def _launcher(side: list[Any], form: QuantFormat, features: int, unit: int, x: Any = None) -> Launcher:
+def with_floats(arrays: MatmulArrays, spec: MatmulSpec) -> tuple[MatmulArrays, MatmulSpec]:
+    """The call with floats for quantised right sides."""
+    if spec.format is None:
+        return arrays, spec
+    floats = [_floats(side, spec, arrays.x) for side in _sides(arrays)]
+    arrays = arrays._replace(**dict.fromkeys(sum(CODED, ())) | dict(zip(RIGHTS, floats)))
+    return arrays, dataclasses.replace(spec, format=None)
+
+
+def _sides(arrays: MatmulArrays) -> list[list[Any]]:
+    return [[getattr(arrays, name) for name in names] for names in CODED[: len(arrays.rights)]]
+
+
+def _launcher(x: Array, side: list[Any], spec: MatmulSpec, unit: int) -> Launcher:
     codes, scales, zeros, factor = side
     arrays = {"x": x, "codes": codes, "scales": scales, "zeros": zeros, "factor": factor}
-    numbers = numbers_of(form, features, unit) | {"N": codes.shape[0], "K": features}
+    numbers = numbers_of(spec.format, x.shape[-1], unit) | {"N": codes.shape[-2], "K": x.shape[-1]}
     numbers |= {"ZEROS": zeros is not None, "FACTOR": factor is not None}
     return Launcher("matmul", arrays, numbers, codes)
 
 
-def _floats(side: list[Any], form: QuantFormat, features: int, dtype: Any) -> Array:
-    """The numbers of a right side, rounded once."""
-    unit, rows = 128 // form.bits, side[0].shape[0]
-    while form.block[1] % unit and form.block[1] < features:
-        unit //= 2
-    programs = cdiv(rows, _FLOATS.block_n) * cdiv(features, _FLOATS.block_k)
-    outputs = {"out": result(rows, features, dtype=dtype)}
-    launch = _launcher(side, form, features, unit)
-    return launch(floats_kernel, _FLOATS, outputs, programs, COUNT=rows)["out"]
+def _floats(side: list[Any], spec: MatmulSpec, x: Array) -> Array:
+    """The numbers of a right side in the dtype of rows, rounded once."""
+    shape, unit = (*side[0].shape[:-1], x.shape[-1]), unit_of(spec.format, x.shape[-1], _FLOATS.block_k)
+    rows = math.prod(shape[:-1])
+    programs = cdiv(rows, _FLOATS.block_n) * cdiv(x.shape[-1], _FLOATS.block_k)
+    launch = _launcher(x, side, spec, unit)
+    return launch(floats_kernel, _FLOATS, {"out": result(*shape, dtype=x.dtype)}, programs, COUNT=rows)["out"]
 
 
-def _product(x: Array, side: list[Any], form: QuantFormat, tile: RowsTile) -> Array:
+def _product(x: Array, side: list[Any], spec: MatmulSpec, tile: RowsTile) -> Array:
     from ...triton.hopper.coded_kernel import hopper_coded_kernel
 
-    *lead, features = x.shape
-    rows, columns = x.size // features, form.block[1]
-    unit = columns if 0 < columns < tile.block_k else tile.block_k
-    outputs = {"out": result(*lead, side[0].shape[0], dtype=x.dtype)}
-    launch = _launcher(side, form, features, unit, x)
-    return launch(hopper_coded_kernel, tile, outputs, tile.hopper_programs, M=rows)["out"]
+    columns = 0 if spec.format is None else spec.format.block[1]
+    launch = _launcher(x, side, spec, columns if 0 < columns < tile.block_k else tile.block_k)
+    outputs = {"out": result(*x.shape[:-1], side[0].shape[0], dtype=x.dtype)}
+    rows = math.prod(x.shape[:-1])
+    constants = {"SWIZZLE": _SWIZZLE, "SHARED": tile.split_k == 2}
+    return launch(hopper_coded_kernel, tile, outputs, tile.hopper_programs, M=rows, **constants)["out"]
 
 
 def unfit(problem: Problem, tile: RowsTile) -> str | None:
@@ -84,8 +92,13 @@ def unfit(problem: Problem, tile: RowsTile) -> str | None:
         return f"takes blocks whose columns divide {tile.block_k} or are a multiple of it, not {columns}"
     if max(problem.dim("B") * problem.dim("M"), *columns_of(problem)) > 2**30:
         return "takes up to 2**30 rows"
-    if (tile.block_n, tile.num_warps, tile.split_k) != (128, 4, 1) or not 16 <= tile.block_m <= 256 or tile.block_k not in (64, 128):
-        return f"has tiles of 16 to 256 rows, 128 rows of weights, 64 or 128 features and 4 warps, not {tile}"
+    sizes = tile.num_warps, tile.block_n, tile.split_k
+    if sizes not in ((4, 128, 1), (4, 64, 2)) or not 16 <= tile.block_m <= 256 or tile.block_k not in (64, 128, 256):
+        return f"has 4 warps, 16 to 256 rows by 64, 128 or 256 features of 128 rows of the weight, or of 64 with split_k=2, not {tile}"
+    if tile.split_k == 2 and tile.num_stages % 2:
+        return f"has an even number of stages with split_k=2, not {tile.num_stages}"
+    if (needed := shared_memory_of_hopper(tile, form)) > 227 * 1024:
+        return f"takes {needed} bytes of shared memory"
     return None
 
 
@@ -98,3 +111,10 @@ def hopper_tiles(problem: Problem, device: DeviceFacts) -> list[RowsTile]:
 
 
 _HOPPER = ((256, 128, 64, 4, 4), (128, 128, 64, 4, 8), (64, 128, 128, 4, 6))
+
+
+def shared_memory_of_hopper(tile: RowsTile, form: QuantFormat) -> int:
+    """The bytes of shared memory of a program: stages of rows and codes, results, sums that are handed over, barriers."""
+    rows, shared = tile.block_m, tile.split_k == 2
+    stages = tile.num_stages * tile.block_k * (2 * rows + tile.block_n * form.bits // 8)
+    return stages + 64 * rows * (2 + 4 if shared else 2 * 2) + 2048
