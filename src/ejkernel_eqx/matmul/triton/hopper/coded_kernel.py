@@ -74,8 +74,8 @@ def _pairs(codes, ELEMENT: gl.constexpr):
 
 
 @gluon.jit
-def _times(pairs, scale, zero, HALVES: gl.constexpr, ZEROS: gl.constexpr, SCALED: gl.constexpr):
-    """Pairs of numbers, less zeros and times scales in float32, rounded once to bfloat16. `HALVES`: whether they are float16."""
+def _times(pairs, scale, HALVES: gl.constexpr, SCALED: gl.constexpr):
+    """Pairs of numbers times float32 scales, rounded once to bfloat16. `HALVES`: whether they are float16."""
     unpack: gl.constexpr = """{
         .reg .b16 c, d;
         .reg .f32 a, b;
@@ -90,25 +90,18 @@ def _times(pairs, scale, zero, HALVES: gl.constexpr, ZEROS: gl.constexpr, SCALED
         mov.b32 a, c;
         mov.b32 b, d;
         """
-    less: gl.constexpr = "sub.f32 a, a, $3; sub.f32 b, b, $3;" if ZEROS else ""
     times: gl.constexpr = "mul.f32 a, a, $2; mul.f32 b, b, $2;" if SCALED else ""
-    asm: gl.constexpr = unpack + less + times + " cvt.rn.bf16x2.f32 $0, b, a; }"
-    return _elementwise(asm, pairs, scale, zero)
+    asm: gl.constexpr = unpack + times + " cvt.rn.bf16x2.f32 $0, b, a; }"
+    return _elementwise(asm, pairs, scale, scale)
 
 
 @gluon.jit
-def _exact_times(pairs, scale, zero, ZEROS: gl.constexpr):
-    """The same for scales that bfloat16 has exactly: the differences and the zeros are exact, and products are rounded once."""
-    twice: gl.constexpr = "prmt.b32 $0, $1, $1, 0x3232;"
-    less: gl.constexpr = "sub.rn.bf16x2 $0, $1, $2;"
-    times: gl.constexpr = "mul.rn.bf16x2 $0, $1, $2;"
-    if ZEROS:
-        zero = _elementwise(twice, zero, zero, zero)
-        pairs, both = gl.broadcast(pairs, gl.expand_dims(zero, 2))
-        pairs = _elementwise(less, pairs, both, both)
-    scale = _elementwise(twice, scale, scale, scale)
-    pairs, both = gl.broadcast(pairs, gl.expand_dims(scale, 2))
-    return _elementwise(times, pairs, both, both)
+def _by_units(pairs, x, operation: gl.constexpr):
+    """An operation on pairs of bfloat16 numbers `[HALF, UNITS, pairs]`, and twice a float32 `[HALF, UNITS]` that bfloat16 has exactly."""
+    x = _elementwise("prmt.b32 $0, $1, $1, 0x3232;", x, x, x)
+    pairs, x = gl.broadcast(pairs, gl.expand_dims(x, 2))
+    asm: gl.constexpr = operation + ".rn.bf16x2 $0, $1, $2;"
+    return _elementwise(asm, pairs, x, x)
 
 
 @gluon.jit
@@ -128,25 +121,22 @@ def _block_at(scales, n, unit, k, coded: gl.constexpr):
 def _numbers(ring, s, bits, zeros, W: gl.constexpr, operand: gl.constexpr, coded: gl.constexpr):
     """A consumer's numbers of a stage, `[HALF, BK]` in bfloat16."""
     form: gl.constexpr = coded.form
-    SCALED: gl.constexpr = form.COLUMNS > 0
     HALVES: gl.constexpr = form.ELEMENT == E4M3 or form.ELEMENT == E5M2
     codes = ring.codes.index(s).slice(0 if coded.SHARED else W * HALF, HALF).load(gl.DotOperandLayout(0, operand.parent, 1))
     w = _pairs(codes.to(gl.uint32), form.ELEMENT)  # [HALF, BK / 2]
-    if SCALED:
-        w = gl.reshape(w, [HALF, coded.BK // coded.UNIT, coded.UNIT // 2])
+    w = gl.reshape(w, [HALF, coded.BK // coded.UNIT, coded.UNIT // 2])
+    if form.ZEROS:
+        w = _by_units(w, zeros.to(gl.float32) - 8.0, "sub")
+    if form.COLUMNS > 0:
         scale = scale_of(bits, form.SCALE)
-        zero = scale
-        if form.ZEROS:
-            zero = zeros.to(gl.float32) - 8.0
         if HALVES or form.SCALE == FLOAT32 or form.SCALE == FLOAT16:
             w, scale = gl.broadcast(w, gl.expand_dims(scale, 2))
-            w, zero = gl.broadcast(w, gl.expand_dims(zero, 2))
-            w = _times(w, scale, zero, HALVES, form.ZEROS, True)
+            w = _times(w, scale, HALVES, True)
         else:
-            w = _exact_times(w, scale, zero, form.ZEROS)
-        w = gl.reshape(w, [HALF, coded.BK // 2])
+            w = _by_units(w, scale, "mul")
     elif HALVES:
-        w = _times(w, w, w, True, False, False)
+        w = _times(w, w, True, False)
+    w = gl.reshape(w, [HALF, coded.BK // 2])
     low = (w & 0xFFFF).to(gl.uint16).to(gl.bfloat16, bitcast=True)
     high = (w >> 16).to(gl.uint16).to(gl.bfloat16, bitcast=True)
     return gl.convert_layout(gl.reshape(gl.join(low, high), [HALF, coded.BK]), operand)
@@ -196,7 +186,7 @@ def _consumer(ring, staging, sums, out_ptr, scales, M, W: gl.constexpr, coded: g
         acc = gl.zeros([HALF, BM], gl.float32, layout)
         bits, zeros, later, later_zeros = 0, 0, 0, 0
         # Numbers of a step are made while the products of the step before are computed, and its scales are loaded a step before that.
-        if form.COLUMNS > 0:
+        if form.COLUMNS > 0 or form.ZEROS:
             bits, zeros = _block_at(scales, n, unit, START, coded)
             later, later_zeros = _block_at(scales, n, unit, START + STEP, coded)
         mbarrier.wait(ring.full.index(s), phase)
@@ -206,7 +196,7 @@ def _consumer(ring, staging, sums, out_ptr, scales, M, W: gl.constexpr, coded: g
             next_s, next_phase = _after(s, phase, coded)
             upcoming = w
             if k + 1 < STEPS:
-                if form.COLUMNS > 0:
+                if form.COLUMNS > 0 or form.ZEROS:
                     bits, zeros = later, later_zeros
                     later, later_zeros = _block_at(scales, n, unit, START + (k + 2) * STEP, coded)
                 mbarrier.wait(ring.full.index(next_s), next_phase)
