@@ -157,7 +157,7 @@ def _check_arrays(model: Decoder) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(model, is_leaf=is_quantised):
         if is_quantised(leaf):
             raise ValueError(
-                f"model{jax.tree_util.keystr(path)}: expected floats, received a QuantizedWeight; save ejx.dequantise(model), or load the model with dequantise=True."
+                f"model{jax.tree_util.keystr(path)}: expected floats, received a QuantizedWeight; save ejx.dequantise(model)."
             )
 
 

@@ -52,8 +52,8 @@ def quantise(
     **Returns:** a [`ejkernel_eqx.QuantizedWeight`][], or the model with such weights. With `return_errors`, a tuple of
     it and a dictionary from paths to errors. The path of an array is `""`.
 
-    **Raises:** `ValueError` for an unknown kind, inputs that groups do not divide, NaN or infinities, a model without any weight to quantise, and one of
-        [`ejkernel_eqx.with_float8_training`][].
+    **Raises:** `ValueError` for an unknown kind, inputs that groups do not divide, NaN or infinities, a model without any weight to
+        quantise, and one of [`ejkernel_eqx.with_float8_training`][].
     """
     paths, errors = _paths(tree, where), {}
 

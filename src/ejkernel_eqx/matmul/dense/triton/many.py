@@ -93,7 +93,11 @@ def unfit(problem: Problem, tile: RowsTile) -> str | None:
     if max(problem.dim("B") * problem.dim("M"), *columns_of(problem)) > 2**30:
         return "takes up to 2**30 rows"
     sizes = tile.num_warps, tile.block_n, tile.split_k
-    if sizes not in ((4, 128, 1), (4, 64, 2)) or not 16 <= tile.block_m <= 256 or tile.block_k not in (64, 128, 256):
+    if (
+        sizes not in ((4, 128, 1), (4, 64, 2))
+        or not 16 <= tile.block_m <= 256
+        or tile.block_k not in (64, 128, 256)
+    ):
         return f"has 4 warps, 16 to 256 rows by 64, 128 or 256 features of 128 rows of the weight, or of 64 with split_k=2, not {tile}"
     if tile.split_k == 2 and tile.num_stages % 2:
         return f"has an even number of stages with split_k=2, not {tile.num_stages}"

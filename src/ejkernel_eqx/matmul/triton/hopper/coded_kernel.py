@@ -1,4 +1,4 @@
-"""Hopper's kernel of many rows by quantised weights: a persistent kernel that makes numbers of codes in registers, as the left side of its products."""
+"""Hopper's kernel of many rows by quantised weights: it makes numbers of codes in registers, as the left side of its products."""
 
 from collections import namedtuple
 
