@@ -9,6 +9,7 @@ from jax import Array
 from ....dispatch import DeviceFacts, Problem
 from ....launch import gluon_unavailable, Launcher, result
 from ....launch.sizes import cdiv
+from ....launch.sizes import numbers_of as numbers_of_text
 from ....quantised import QuantFormat
 from ....quantised.format import BITS, form_of, SCALES
 from ...triton.floats_kernel import floats_kernel
@@ -92,13 +93,10 @@ def unfit(problem: Problem, tile: RowsTile) -> str | None:
         return f"takes blocks whose columns divide {tile.block_k} or are a multiple of it, not {columns}"
     if max(problem.dim("B") * problem.dim("M"), *columns_of(problem)) > 2**30:
         return "takes up to 2**30 rows"
-    sizes = tile.num_warps, tile.block_n, tile.split_k
-    if (
-        sizes not in ((4, 128, 1), (4, 64, 2))
-        or not 16 <= tile.block_m <= 256
-        or tile.block_k not in (64, 128, 256)
-    ):
-        return f"has 4 warps, 16 to 256 rows by 64, 128 or 256 features of 128 rows of the weight, or of 64 with split_k=2, not {tile}"
+    fits = (tile.block_n, tile.split_k) in ((128, 1), (256, 1), (64, 2)) and tile.num_warps == 4
+    if not fits or not 16 <= tile.block_m <= 32768 // max(tile.block_n, 128) or tile.block_k not in (64, 128, 256):
+        words = "4 warps, 64 to 256 features, and 16 to 256 rows by 128 of the weight, or 64 with split_k=2, or up to 128 by 256"
+        return f"has {words}, not {tile}"
     if tile.split_k == 2 and tile.num_stages % 2:
         return f"has an even number of stages with split_k=2, not {tile.num_stages}"
     if (needed := shared_memory_of_hopper(tile, form)) > 227 * 1024:
@@ -108,17 +106,29 @@ def unfit(problem: Problem, tile: RowsTile) -> str | None:
 
 def hopper_tiles(problem: Problem, device: DeviceFacts) -> list[RowsTile]:
     """Tiles of Hopper's kernel worth timing, the best first; none where it cannot run."""
-    rows = problem.dim("B") * problem.dim("M")
+    if gluon_unavailable(device):
+        return []
+    rows, columns = problem.dim("B") * problem.dim("M"), max(columns_of(problem))
     programs = device.num_multiprocessors or 132
-    made = [RowsTile(*sizes, hopper_programs=programs) for sizes in _HOPPER if sizes[0] < 2 * rows]
-    return [tile for tile in made if gluon_unavailable(device) is None and unfit(problem, tile) is None]
+
+    def cost(sizes: tuple[int, ...]) -> float:
+        """Microseconds with 4,096 features: so many tiles one after the other, of which the fullest program has most."""
+        *_, each = sizes
+        return cdiv(cdiv(rows, sizes[0]) * cdiv(columns, sizes[1]), programs) * each
+
+    made = [RowsTile(*sizes[:-1], hopper_programs=programs) for sizes in sorted(TILES, key=cost)]
+    return [tile for tile in made if unfit(problem, tile) is None][:4]
 
 
-_HOPPER = ((256, 128, 64, 4, 4), (128, 128, 64, 4, 8), (64, 128, 128, 4, 6))
+TILES = numbers_of_text(
+    "256 128 64 4 4 1 45, 128 256 64 4 4 1 44, 128 128 128 4 4 1 29, 64 128 128 4 6 1 21, 32 128 128 4 8 1 19, 16 128 128 4 8 1 18, "
+    "128 64 64 4 8 2 16, 64 64 128 4 6 2 11"
+)
+"""Rows, rows of the weight, features, warps, stages, parts of the features, and the microseconds of a tile of 4,096 features on an H200."""
 
 
 def shared_memory_of_hopper(tile: RowsTile, form: QuantFormat) -> int:
     """The bytes of shared memory of a program: stages of rows and codes, results, sums that are handed over, barriers."""
-    rows, shared = tile.block_m, tile.split_k == 2
-    stages = tile.num_stages * tile.block_k * (2 * rows + tile.block_n * form.bits // 8)
-    return stages + 64 * rows * (2 + 4 if shared else 2 * 2) + 2048
+    rows, columns = tile.block_m, tile.block_n
+    stages = tile.num_stages * tile.block_k * (2 * rows + columns * form.bits // 8)
+    return stages + rows * columns * (2 + 4 if tile.split_k == 2 else 2) + 2048
