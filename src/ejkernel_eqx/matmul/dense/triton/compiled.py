@@ -64,16 +64,17 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
 
 def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     """Configurations worth timing, the heuristic first."""
+    hopper = [TritonConfig(tile) for tile in many.hopper_tiles(problem, device)]
     if is_of_many(problem):
-        tiled = [TritonConfig(tile) for tile in many.hopper_tiles(problem, device)]
-        return [*tiled, TritonConfig(RowsTile(64, 64, 64, 4, 3), floats_apart=True)]
+        return [*hopper, TritonConfig(RowsTile(64, 64, 64, 4, 3), floats_apart=True)]
     nvidia = device.vendor == "nvidia"
     # With one row, a program's norm costs less than a launch. It leaves rows unscaled, which float16 may not hold.
     most = 2 if problem.flag("weights") is None else 1
     few = problem.dim("B") * problem.dim("M") <= most and problem.dtype("x") != "float16"
     apart = bool(problem.flag("norm")) and not few
     precision = "tf32x3" if nvidia else "ieee"
-    return [TritonConfig(tile, apart, precision, nvidia) for tile in tiles(problem, device)]
+    of_few = [TritonConfig(tile, apart, precision, nvidia) for tile in tiles(problem, device)]
+    return hopper + of_few if many.is_preferred(problem) else of_few + hopper
 
 
 def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str | None:

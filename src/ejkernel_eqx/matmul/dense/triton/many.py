@@ -104,9 +104,14 @@ def unfit(problem: Problem, tile: RowsTile) -> str | None:
     return None
 
 
+def is_preferred(problem: Problem) -> bool:
+    """Returns whether Hopper's kernel is preferred to Triton's for up to 64 rows: its tiles need many rows of the weight."""
+    return problem.dim("B") * problem.dim("M") > 16 and min(columns_of(problem)) >= 8192
+
+
 def hopper_tiles(problem: Problem, device: DeviceFacts) -> list[RowsTile]:
-    """Tiles of Hopper's kernel worth timing, the best first; none where it cannot run."""
-    if gluon_unavailable(device):
+    """Tiles of Hopper's kernel worth timing, the best first; none where it cannot run, and for the fewest rows."""
+    if problem.flag("weights") is None or problem.dim("B") * problem.dim("M") <= 4 or gluon_unavailable(device):
         return []
     rows, columns = problem.dim("B") * problem.dim("M"), max(columns_of(problem))
     programs = device.num_multiprocessors or 132
