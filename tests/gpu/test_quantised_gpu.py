@@ -51,7 +51,7 @@ def test_every_tile_of_every_format(name):
     np.testing.assert_array_equal(np.asarray(jnp.isnan(poisoned).any(-1)), np.arange(333) == 7)
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8 blocks", "zeros", "mxfp4"])
+@pytest.mark.parametrize("name", ["int8", "fp8 blocks", "mxfp4"])
 def test_more_tiles_than_programs(name):
     coded, numbers = weights.weight(name, 4096 + 128, 2048)
     x = normal(1, 1100, 2048, dtype="bfloat16")
