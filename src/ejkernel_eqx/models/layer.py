@@ -141,7 +141,8 @@ class DecoderLayer(Module):
         """
         inputs = LayerInputs() if inputs is None else inputs
         if "batch" not in rows or not are_few(x):
-            return self.through(x, cache, rows, inputs)[:2]
+            with multiplied_by(None if are_few(x) else self.matmul):
+                return self.through(x, cache, rows, inputs)[:2]
         with multiplied_by(self.matmul):
             # The kernels of attention's projections compute the norm before it and add the residual after it.
             is_alone = self.beside is None and self.experts is None and self.block_adapters is None
