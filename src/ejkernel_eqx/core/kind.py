@@ -70,7 +70,6 @@ class Kind:
     - `read`: the results that the backward also reads. Those in `unbounded` may be infinite.
     - `wanted(spec)`: the results that a call returns.
     - `names`: the names of results in policies of `jax.checkpoint` and, as `"saved"`, of residuals; by default operation and result, or `saved`.
-        `"saved NAME"` is that of one residual.
     - `sliced`: whether a mesh may slice heads out of whole arrays, as in `parallel.partitioned`.
     - `partial(arrays, spec)`: whether a mesh may split an axis that the results lack; they are then sums over devices, as gradients are.
     - `combined`: whether a launch also sums its gradients over the axes in `pinned` itself.
@@ -264,7 +263,7 @@ class Kind:
         return pull({name: x.astype(results[name].dtype) for name, x in cotangents.items()})[0]
 
     def _name(self, operation: str, name: str) -> str:
-        key = "saved" if name.startswith(_SAVED) and name not in self.names else name
+        key = "saved" if name.startswith(_SAVED) else name
         return self.names.get(key, f"{operation}_{key}")
 
     def _launcher(self, plan: Plan, selection: Selection, spec: Any) -> Callable[..., Named]:

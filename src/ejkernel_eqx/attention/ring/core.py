@@ -2,22 +2,19 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax import lax
 
 from ...core.kind import Named
 from ...dispatch import Problem, Selection
-from ...parallel import given_of
-from ..core import ATTEND, AttentionKind, axes_of, OUT_NAME, problem_of
-from ..spec import AttentionArrays
+from ..core import ATTEND, AttentionKind, axes_of, problem_of
+from ..spec import AttentionArrays, AttentionSpec
 from . import exchange, rotation
 from .method import method_of
 from .spec import RingSpec
 
 _FORMS = {"ring": rotation, "all_to_all": exchange}
-_OWN = "own "
-"""Before the names of arrays as the kernel of a device reads them."""
 
 
 def _problem_of(operation: str, arrays: AttentionArrays, spec: RingSpec) -> Problem:
@@ -58,40 +55,33 @@ class RingKind(AttentionKind):
         return dataclasses.replace(selection, remarks=(method_of(arrays, spec, devices)[1],))
 
     def forward(self, platform: Any, arrays: Any, spec: Any, config: Any, save: bool) -> Named:
-        if (form := _form(arrays, spec)) is None:
-            results, own = super().forward(platform, arrays, spec.plain(), config, save), {}
-        else:
-            out, lse, own = form.forward(platform, arrays, spec, config)
-            results = {"out": out, "lse": lse}
-        if save:
-            own = {"q": arrays.q, "k": arrays.k, "v": arrays.v, "out": results["out"]} | own
-            results |= {f"{_OWN}{name}": x for name, x in own.items()}
-        return results
+        platform, spec = _form(platform, arrays, spec)
+        return super().forward(platform, arrays, spec, config, save)
 
-    def backward(
-        self, platform: Any, arrays: Any, spec: Any, config: Any, saved: Named, cotangents: Named
-    ) -> Named:
-        if (form := _form(arrays, spec)) is None:
-            return super().backward(platform, arrays, spec.plain(), config, saved, cotangents)
-        own = {name.removeprefix(_OWN): x for name, x in saved.items() if name.startswith(_OWN)}
-        results = [state[name] for state in (saved, cotangents) for name in ("out", "lse")]
-        return given_of(form.backward(platform, arrays, spec, config, own, *results))
+    def backward(self, platform: Any, arrays: Any, spec: Any, *others: Any) -> Named:
+        platform, spec = _form(platform, arrays, spec)
+        return super().backward(platform, arrays, spec, *others)
 
 
-def _form(arrays: AttentionArrays, spec: RingSpec) -> Any:
-    """The form of a call on one device; `None` if no other device has any of the tokens."""
+class _OnDevices(NamedTuple):
+    """A form of the call, as a platform that runs the kernels of another one."""
+
+    form: Any
+    platform: Any
+
+    def forward(self, *call: Any) -> Any:
+        return self.form.forward(self.platform, *call)
+
+    def backward(self, *call: Any) -> Any:
+        return self.form.backward(self.platform, *call)
+
+
+def _form(platform: Any, arrays: AttentionArrays, spec: RingSpec) -> tuple[Any, AttentionSpec]:
+    """The platform of a call on one device, and its spec: those of attention if no other device has any of the tokens."""
     devices = _devices(spec)
-    return None if devices == 1 else _FORMS[method_of(arrays, spec, devices)[0]]
+    if devices == 1:
+        return platform, spec.plain()
+    return _OnDevices(_FORMS[method_of(arrays, spec, devices)[0]], platform), spec
 
 
-def _saved_of(platform: Any, arrays: AttentionArrays, spec: RingSpec) -> dict[str, tuple[str, ...]]:
-    """What a form keeps of queries, keys, values and outputs: as many numbers on each device as it has of the arrays themselves."""
-    axes = _axes_of(arrays)
-    return {f"{_OWN}{name}": axes[name] for name in ("q", "k", "v", "out")}
-
-
-ATTEND_RING = RingKind(
-    **vars(ATTEND)
-    | {"problem_of": _problem_of, "axes_of": _axes_of, "saved_of": _saved_of}
-    | {"names": dict(ATTEND.names) | {f"saved {_OWN}out": OUT_NAME}}
-)
+ATTEND_RING = RingKind(**vars(ATTEND) | {"problem_of": _problem_of, "axes_of": _axes_of})

@@ -8,7 +8,6 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ...core.kind import Named
 from ...sequences import reorder_sequence, restore_sequence
 from ..spec import AttentionArrays, AttentionGrads
 from .spec import RingSpec
@@ -74,59 +73,31 @@ class Exchange:
         x = self.own_heads(x)
         return x if x is None or x.shape[3] == 1 else self.in_time(x, 3)
 
-    def arrays(self, given: AttentionArrays, own: Named) -> AttentionArrays:
-        """The arrays of the call of this device's heads; `own` has those that were exchanged before."""
+    def arrays(self, given: AttentionArrays) -> AttentionArrays:
         moves = {
-            self.to_heads: ("q",),
             self.keys_to_heads: ("k", "v"),
             self.over_scores: ("bias", "mask"),
             self.own_heads: ("alibi_slopes", "sinks", "seeds"),
             self.ids: ("q_segments", "kv_segments"),
         }
-        moved = {name: move(getattr(given, name)) for move, names in moves.items() for name in names if name not in own}
-        return given._replace(**own, **moved)
-
-    def kept(self, own: Named) -> Named:
-        """Arrays of all tokens of some heads, in the shapes that they have for some tokens of all heads: what is kept for the backward has the
-        layout of the arguments. Keys that several devices read are not kept."""
-        names = own if self.copies == 1 else own.keys() - {"k", "v"}
-        as_tokens = lambda x: (x.shape[0], x.shape[1] // self.devices, x.shape[2] * self.devices, x.shape[3])
-        return {name: own[name].reshape(as_tokens(own[name])) for name in names}
-
-    def taken(self, kept: Named) -> Named:
-        """Undoes `kept`."""
-        names = kept if self.copies == 1 else kept.keys() - {"k", "v"}
-        as_heads = lambda x: (x.shape[0], x.shape[1] * self.devices, x.shape[2] // self.devices, x.shape[3])
-        return {name: kept[name].reshape(as_heads(kept[name])) for name in names}
+        moved = {name: move(getattr(given, name)) for move, names in moves.items() for name in names}
+        return given._replace(q=self.to_heads(given.q), **moved)
 
 
-def forward(
-    platform: Any, arrays: AttentionArrays, spec: RingSpec, config: Any
-) -> tuple[Array, Array, Named]:
-    """`out [B, T, H, V]` and `lse [B, H, T]` of this device's queries, and what the backward would exchange again."""
+def forward(platform: Any, arrays: AttentionArrays, spec: RingSpec, config: Any) -> tuple[Array, Array]:
+    """`out [B, T, H, V]` and `lse [B, H, T]` of this device's queries."""
     exchange = Exchange(arrays, spec)
-    own = exchange.arrays(arrays, {})
-    out, lse = platform.forward(own, spec.plain(), config)
-    kept = exchange.kept({"q": own.q, "k": own.k, "v": own.v, "out": out})
-    return exchange.to_tokens(out), exchange.to_tokens(lse, 2, 1), kept
+    out, lse = platform.forward(exchange.arrays(arrays), spec.plain(), config)
+    return exchange.to_tokens(out), exchange.to_tokens(lse, 2, 1)
 
 
 def backward(
-    platform: Any,
-    arrays: AttentionArrays,
-    spec: RingSpec,
-    config: Any,
-    kept: Named,
-    out: Array,
-    lse: Array,
-    *cotangents: Array,
+    platform: Any, arrays: AttentionArrays, spec: RingSpec, config: Any, *results: Array
 ) -> AttentionGrads:
     """The gradients of this device's queries, keys and values, and its parts of those of other arrays, from `out`, `lse` and their cotangents."""
     exchange = Exchange(arrays, spec)
-    own = exchange.taken(kept)
-    of_heads = [exchange.to_heads(x) if x.ndim == 4 else exchange.to_heads(x, 2, 1) for x in (lse, *cotangents)]
-    results = own.pop("out"), *of_heads
-    grads = platform.backward(exchange.arrays(arrays, own), spec.plain(), config, *results)
+    of_heads = [exchange.to_heads(x) if x.ndim == 4 else exchange.to_heads(x, 2, 1) for x in results]
+    grads = platform.backward(exchange.arrays(arrays), spec.plain(), config, *of_heads)
     dbias = grads.bias
     if dbias is not None and dbias.shape[3] > 1:
         dbias = exchange.as_stored(dbias, 3)

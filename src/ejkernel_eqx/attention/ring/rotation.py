@@ -13,7 +13,6 @@ import numpy as np
 from jax import Array, lax
 
 from ...core.arguments import accumulator
-from ...core.kind import Named
 from ...parallel import match_varying
 from ..cotangents import clean_cotangent, row_terms, sinks_gradient, sum_batch
 from ..masks.lower import window_ends
@@ -180,10 +179,8 @@ class Step(NamedTuple):
         return branches[0](total) if len(branches) == 1 else lax.switch(self.branch, branches, total)
 
 
-def forward(
-    platform: Any, arrays: AttentionArrays, spec: RingSpec, config: Any
-) -> tuple[Array, Array, Named]:
-    """`out [B, T, H, V]` and `lse [B, H, T]` of this device's queries; nothing else is kept."""
+def forward(platform: Any, arrays: AttentionArrays, spec: RingSpec, config: Any) -> tuple[Array, Array]:
+    """`out [B, T, H, V]` and `lse [B, H, T]` of this device's queries."""
     ring = Ring(arrays, spec)
     (batch, length, heads, _), values = arrays.q.shape, arrays.v.shape[-1]
     out, lse = ring.zeros((batch, length, heads, values)), ring.zeros((batch, heads, length), -jnp.inf)
@@ -200,7 +197,7 @@ def forward(
         return later, step.over(keys, total, compute)
 
     _, (out, lse) = ring.each_step((ring.first_keys(), (out, lse)), step)
-    return out.astype(arrays.q.dtype), lse, {}
+    return out.astype(arrays.q.dtype), lse
 
 
 def _share(lse: Array, total: Array) -> Array:
@@ -221,7 +218,7 @@ def _merged(
 
 
 def backward(
-    platform: Any, arrays: AttentionArrays, spec: RingSpec, config: Any, own: Named, *results: Array
+    platform: Any, arrays: AttentionArrays, spec: RingSpec, config: Any, *results: Array
 ) -> AttentionGrads:
     """The gradients of this device's queries, keys and values, and its parts of those of other arrays, from `out`, `lse` and their cotangents.
     Those of keys travel with them, in float32, one step behind."""
