@@ -18,7 +18,7 @@ from ..nn.activations import gated
 from ..nn.few_rows import laid_out_as, Norm, normed
 from ..nn.initial import keys_of
 from ..nn.parts import Parts
-from ..nn.projection import are_few, multiplied_by, project
+from ..nn.projection import are_few, is_shared, multiplied_by, project
 from ..nn.token_order import in_temporal_order, is_zigzag
 from ..normalization import ResidualRMSNorm
 from .config import BranchConfig, LayerConfig, MLPConfig, NormType, SharedBlockConfig
@@ -170,7 +170,9 @@ class DecoderLayer(Module):
         if self.block_adapters is not None:
             return *self._with_block(x, cache, rows, inputs), None
         gives = cache is None and self.config.gives_keys
-        apart = cache is None and self.beside is None and type(self.mixer) is MultiHeadAttention and not gives
+        # Devices that share the input each have a part of its gradient. The parts of all projections are added before they are sent.
+        alone = cache is None and not is_shared(x)
+        apart = alone and self.beside is None and type(self.mixer) is MultiHeadAttention and not gives
         (h, *copies), x = self._into_branch(self.mixer_norm, x, readers=3 if apart else 1)
         residual = h if self.config.norms == "residual" else x
         if copies:
@@ -185,7 +187,7 @@ class DecoderLayer(Module):
         if self.mlp is None:
             return _added(residual, out, self.config.mixer_scales), cache, None
         is_plain = type(self.mlp) is MLP and self.mlp.config.gated and self.experts is None
-        readers = 2 if cache is None and is_plain else 1
+        readers = 2 if alone and is_plain else 1
         if self.config.norms.startswith("parallel"):
             h = h if self.mlp_norm is None else normed(self.mlp_norm, x)
             x, copies = _added(residual, out, self.config.mixer_scales), ()
