@@ -26,7 +26,7 @@ from ..nn.projection import are_few
 from ..nn.split_attention import split_of
 from ..paged import RaggedBatch
 from ..quantised import dequantise
-from .caches import DecoderCache, ServingCache
+from .caches import DecoderCache, FirstKeys, ServingCache
 from .config import DecoderConfig, MoEConfig
 from .filling import filled_decoder
 from .layer import DecoderLayer
@@ -599,10 +599,14 @@ class Decoder(Module):
 
         def carried(carry: Any, own: Any) -> tuple[Any, None]:
             (x, caches), (index, arrays) = carry, own
-            one = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, index, 0, False), caches)
+            of_layer = lambda a: jax.lax.dynamic_index_in_dim(a, index, 0, False)
+            one = tuple(c if isinstance(c, FirstKeys) else jax.tree.map(of_layer, c) for c in caches)
             x, new = period(x, (arrays, one))
-            put = lambda a, b: jax.lax.dynamic_update_index_in_dim(a, b, index, 0)
-            return (x, jax.tree.map(put, caches, new)), None
+            write = lambda a, b: jax.lax.dynamic_update_index_in_dim(a, b, index, 0)
+            put = lambda c, own: (
+                c.put(index, own) if isinstance(c, FirstKeys) else jax.tree.map(write, c, own)
+            )
+            return (x, tuple(map(put, caches, new))), None
 
         return jax.lax.scan(carried, (x, caches), (jnp.arange(repeats, dtype=jnp.int32), arrays))[0]
 
