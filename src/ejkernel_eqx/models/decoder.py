@@ -627,7 +627,10 @@ class Decoder(Module):
             return (x, state.with_layers(new)), None
 
         # The numbers are computed once, before the first layer. The barrier keeps XLA from computing each layer's part by a launch of its own.
-        numbers = jax.lax.optimization_barrier(state.numbers(batch))
+        numbers = {
+            name: x if isinstance(x, np.ndarray) else jax.lax.optimization_barrier(x)
+            for name, x in state.numbers(batch).items()
+        }
         each = jnp.arange(repeats, dtype=jnp.int32), numbers, arrays, inputs.embedding
         # The host launches every turn of a loop. An unrolled step of few tokens is one CUDA graph. An unrolled prompt would take long to compile.
         is_step = are_few(x) and batch.max_query_len <= MOST_TOKENS
