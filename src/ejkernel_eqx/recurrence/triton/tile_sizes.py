@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 from ...dispatch import DeviceFacts, Problem
-from ...launch.fields import Block, check_fields, Count, Float32Dot, one_of, Warps
+from ...launch.fields import Block, check_fields, Count, Float32Dot, one_of, Registers, Warps
 from ...launch.sizes import cdiv, padded
 from ..spec import CONSTANT, KEY, NONE
 from .hopper import tile_sizes as hopper
@@ -23,6 +23,7 @@ class Tile:
     num_warps: Warps
     num_stages: Count
     hopper: bool = False
+    max_registers: Registers = 0
 
     __post_init__ = check_fields
 
@@ -203,6 +204,6 @@ def _shared(problem: Problem) -> bool:
 
 def narrowed(row: Sequence[int], problem: Problem) -> Tile:
     """The tile, limited to the width of the channels."""
-    block_k, block_v, num_warps, num_stages = row
+    block_k, block_v, num_warps, num_stages, *limit = row
     dim, values = padded(problem.dim("D")), padded(problem.dim("V"))
-    return Tile(min(block_k, dim), min(block_v, values), num_warps, num_stages)
+    return Tile(min(block_k, dim), min(block_v, values), num_warps, num_stages, False, *limit)
