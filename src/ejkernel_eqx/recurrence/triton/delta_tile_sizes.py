@@ -3,10 +3,7 @@
 Chosen by measurements on an H200; on other devices the first that fits in shared memory.
 """
 
-import dataclasses
-
 from ...dispatch import DeviceFacts, Problem
-from ...launch import register_limits_measured
 from ...launch.sizes import fitting, numbers_of, padded
 from ..spec import KEY
 from .tile_sizes import multiprocessors, narrowed, programs_of, splits_of, Tile, TritonConfig, variants
@@ -16,15 +13,16 @@ _LEAST_SPLIT, _FEWEST = 2048, 4  # tokens of a sequence's part, and parts
 # to the next. Devices before Hopper do not have that many registers.
 _SERIAL = "128 64 4 3, 128 64 4 2, 128 32 4 2, 128 32 4 1, 128 16 4 1"
 _OLDER = "128 32 4 2, 128 32 4 1, 128 16 4 1"
-# The compiler takes 171 registers for the scores, of which two programs share a multiprocessor; of 168, three do.
 _HALF = {
-    "scores": "64 64 4 1 168",
+    "scores": "64 64 4 1",
     "wy": "64 128 4 1, 64 64 4 2, 64 64 4 1, 64 32 4 1",
     "states": _SERIAL,
     "out": _SERIAL,
     "dstates": _SERIAL,
     "gradients": "64 64 4 2, 64 64 4 1, 32 64 4 2, 32 64 4 1, 32 32 4 1",
 }
+# With two stages a program would have a multiprocessor for itself: 144 for 95 microseconds at 12 heads of 64.
+_NARROW_GRADIENTS = "64 64 4 1, 32 64 4 1, 32 32 4 1"
 _KEY_GRADIENTS = "32 64 4 2, 32 64 4 1, 32 32 4 1"
 # Without spills (64 channels have 280 bytes a thread on Hopper), which an H200 does not reward: 365 for 343 microseconds.
 _KEY_SCORES = "32 64 4 1"
@@ -59,7 +57,9 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
     if problem.dtype("qkv") != "bfloat16":  # float16 operands become float32
         chunk, rows = 32, _FLOAT32
     elif problem.flag("decay") == KEY:
-        rows = _HALF | {"scores": "64 64 4 1", "gradients": _KEY_GRADIENTS}
+        rows = _HALF | {"gradients": _KEY_GRADIENTS}
+    elif problem.dim("D") <= 64:
+        rows = _HALF | {"gradients": _NARROW_GRADIENTS}
     if problem.flag("rank_one") and problem.dtype("qkv") == "bfloat16":
         rows = rows | _RANK_ONE
         # With narrow keys four warps are faster, although they spill.
@@ -93,8 +93,6 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
 def _fitting(name: str, rows: str, chunk: int, problem: Problem, device: DeviceFacts) -> list[Tile]:
     """The tiles that fit in shared memory, else the last; none is wider than the channels."""
     tiles = [narrowed(row, problem) for row in numbers_of(rows)]
-    if not register_limits_measured(device):
-        tiles = [dataclasses.replace(tile, max_registers=0) for tile in tiles]
     return fitting(tiles, lambda tile: _shared_memory(name, tile, chunk, problem), device) or tiles[-1:]
 
 
