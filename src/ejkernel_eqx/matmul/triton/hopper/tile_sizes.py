@@ -61,7 +61,8 @@ def tiles(kernel: str, problem: Problem, device: DeviceFacts) -> list[GroupedTil
 
 def _preferred(kernel: str, problem: Problem) -> tuple[Sizes, ...]:
     """The tiles of many rows, by how many there are and how long the sums are."""
-    rows, depth = problem.dim("M") // max(problem.dim("E"), 1), problem.dim("K" if kernel == "forward" else "N")
+    rows = problem.dim("M") // max(problem.dim("E"), 1)
+    depth = problem.dim("K" if kernel == "forward" else "N")
     if rows >= _MANY_ROWS:
         return _WIDE if depth < _DEEPEST else _DEEP_WIDE
     return _ALTERNATING if rows >= _SOME_ROWS and depth >= _DEEP else ()
