@@ -111,6 +111,7 @@ def odd(**more: Any) -> Case:
 
 EMULATED = {
     "window 128": odd(T=330, S=400, left=140, right=20, offset=70),
+    "window 64": odd(T=330, S=400, D=64, V=64, left=140, right=20, offset=70),
     "causal 64": odd(T=330, S=420, D=64, V=64, right=0, offset=90),
     "soft cap 128": odd(right=0, soft_cap=3.0, K=2),
     "soft cap 64": odd(D=64, V=64, B=2, rows="lengths", soft_cap=1.0),

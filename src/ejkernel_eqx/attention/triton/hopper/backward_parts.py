@@ -86,6 +86,23 @@ def _step(e, hi, G: gl.constexpr):
     return e % G, hi - 1 - e // G
 
 
+@gluon.constexpr_function
+def heads_apart(sizes, masking):
+    """Whether a tile of keys takes one head of its group after the other: of narrow heads in windows. There the tile after it comes to a tile of queries
+    a tile later, and what all heads and programs read in between is more than fits the cache."""
+    return sizes.KEY_SLOTS > 1 and sizes.H > sizes.K and masking.LEFT >= 0 and not masking.TABLE
+
+
+@gluon.jit
+def _step_of(e, lo, hi, G: gl.constexpr, sizes: gl.constexpr, masking: gl.constexpr):
+    """As `_step`, of kernels that may take heads apart."""
+    if heads_apart(sizes, masking):
+        count = hi - lo
+        return e // count, hi - 1 - e % count
+    else:
+        return e % G, hi - 1 - e // G
+
+
 @gluon.jit
 def _hidden(s, first_key, first_query, b, lengths, arrays, masking: gl.constexpr, HIDDEN: gl.constexpr):
     """Scores `[64, BLOCK_Q]` of the keys from `first_key` and the queries from `first_query` on, `HIDDEN` where hidden."""
@@ -178,7 +195,7 @@ def _writer(queue, buffers, dq_desc, tiles, lengths, W: gl.constexpr, sizes: gl.
         steps = (hi - lo) * G
         for e in range((W + (WRITERS - 1) * done) % WRITERS, steps, WRITERS):
             s = done + e
-            head, m = _step(e, hi, G)
+            head, m = _step_of(e, lo, hi, G, sizes, masking)
             h = g * G + head
             # How many tiles of keys add to these queries before this one.
             before = n
@@ -239,7 +256,7 @@ def _loader(queue, buffers, barriers, descs, tiles, lengths, sizes: gl.constexpr
         # Queries and cotangents of every step.
         steps = (hi - lo) * G
         for e in range(steps):
-            head, m = _step(e, hi, G)
+            head, m = _step_of(e, lo, hi, G, sizes, masking)
             h = g * G + head
             _load(descs.q, descs.lse, buffers.q, buffers.lse, q_full, q_empty, b, h, b * H + h, m * BLOCK_Q, done + e, sizes)
             _load(descs.do, descs.delta, buffers.do, buffers.delta, do_full, do_empty, b, h, b * H + h, m * BLOCK_Q, done + e, sizes)
