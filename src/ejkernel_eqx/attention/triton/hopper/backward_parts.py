@@ -5,8 +5,8 @@ claims it and tells the others through a work queue. Tiles are claimed in one or
 on: it does not matter how many programs run at a time.
 
 The sum `dq` has one order, kept by a semaphore for each of its tiles: a tile of keys adds to a tile of queries after all tiles before it. All of them take
-the last queries first, of which causal masks let every key be seen, and all heads of a group for one tile of queries: a tile that is claimed with the one
-before it is behind by one addition, never by a tile."""
+the last queries first, of which causal masks let every key be seen, and all heads of a group for one tile of queries (but see `heads_apart`): a tile that is
+claimed with the one before it is behind by one addition, never by a tile."""
 
 from collections import namedtuple
 
