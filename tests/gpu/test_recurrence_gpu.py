@@ -263,7 +263,15 @@ def test_layers_at_their_size(operation, packed, dtype):
     """Sizes, chunks and configurations as in a model, against the recurrence token by token; repeated on a full device."""
     dims = dict(B=2, T=1000, H=16, D=128) | ({"N": 5} if packed == "offsets" else {})
     dims |= {"V": 64} if operation == "state_space_v2" else {}
-    flags = LAYERS[operation] | ({"packed": packed} if packed else {})
+    check_layer(operation, dims, LAYERS[operation] | ({"packed": packed} if packed else {}), dtype)
+
+
+@pytest.mark.parametrize("operation", ["gated_delta_rule", "kernel_delta_attention", "state_space_v2"])
+def test_narrow_layers_at_their_size(operation):
+    check_layer(operation, dict(B=2, T=1000, H=12, D=64), LAYERS[operation], "bfloat16")
+
+
+def check_layer(operation, dims, flags, dtype):
     problem = example_problem(operation, dims, dtype, flags)
     config, work = host.default_config(operation, problem), host.work_of(operation, problem)
     inputs = work.make_inputs(1)
