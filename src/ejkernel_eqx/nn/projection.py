@@ -207,7 +207,10 @@ def _over_mesh(mesh: Any, dtype: Any, x: Array, weight: Array, bias: Array | Non
     x, weight = (on_mesh(mesh, a) for a in (x, weight))
     lead = jax.typeof(x).sharding.spec.partitions[:-1]
     taken = {axis for entry in lead for axis in mesh_axes(entry)}
-    rows = tuple(axis for axis in mesh_axes(jax.typeof(weight).sharding.spec.partitions[0]) if axis not in taken) or None
+    rows = (
+        tuple(axis for axis in mesh_axes(jax.typeof(weight).sharding.spec.partitions[0]) if axis not in taken)
+        or None
+    )
     bias = None if bias is None else _reshard(bias, mesh, (rows,))
     return _product(dtype, NamedSharding(mesh, PartitionSpec(*lead, rows)), x, weight, bias)
 
