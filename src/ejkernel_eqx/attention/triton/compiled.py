@@ -192,9 +192,9 @@ def _check_hopper(
     if not tile.hopper_programs:
         return
     problem = problem_of("attention", arrays, spec)
-    reason = choice.problem_unfit(problem) or choice.tile_unfit(tile, problem)
     if k_rope is not None:
-        reason = "takes no keys with a second part"
+        problem = dataclasses.replace(problem, dims=(*problem.dims, ("Dr", k_rope.shape[-1])))
+    reason = choice.problem_unfit(problem) or choice.tile_unfit(tile, problem)
     if reason is not None:
         raise ValueError(
             f"config: expected hopper_programs=0 in {kernel}, received {tile.hopper_programs}: Hopper's kernel {reason}."

@@ -18,7 +18,7 @@ def attended(
     launch: Launcher, arrays: AttentionArrays, spec: AttentionSpec, tile: Any, group: int
 ) -> tuple[Array, Array]:
     """`out [B, T, H, V]`, `lse [B, H, T]`."""
-    (batch, queries, heads, dim), values = arrays.q.shape, arrays.v.shape[-1]
+    (batch, queries, heads, _), dim, values = arrays.q.shape, arrays.k.shape[-1], arrays.v.shape[-1]
     # Persistent programs: no more than there are tiles of queries.
     programs = min(tile.hopper_programs, cdiv(queries, tile.block_q) * batch * heads)
     # Whether tiles of keys may be hidden, wholly or partly.
@@ -58,9 +58,10 @@ def _by_tiles(
     """The kernel that goes from tile to tile of queries: by a schedule, or, if only the device knows what tiles see, as it claims them."""
     from .forward_kernel import hopper_forward_kernel
 
-    (batch, queries, heads, dim), keys = arrays.q.shape, arrays.k.shape[1]
-    in_place = tile_sizes.stores_in_place(tile, padded(dim, tile_sizes.NARROWEST))
-    numbers: dict[str, Any] = dict(EVEN_K=keys % tile.block_k == 0, IN_PLACE=in_place)
+    (batch, queries, heads, whole), (keys, _, dim) = arrays.q.shape, arrays.k.shape[1:]
+    width, rope = padded(dim, tile_sizes.NARROWEST), 0 if whole == dim else padded(whole - dim, tile_sizes.NARROWEST)
+    in_place = tile_sizes.stores_in_place(tile, width, rope)
+    numbers: dict[str, Any] = dict(EVEN_K=keys % tile.block_k == 0, IN_PLACE=in_place, BLOCK_R=rope)
     if arrays.rows is not None or arrays.q_segments is not None:
         # No schedule: the counter that programs claim tiles from is an output that begins as the zero of `bounds`.
         tables = {"schedule": None, **bounds(launch, arrays, spec, tile)}

@@ -52,9 +52,10 @@ QUEUE_SLOTS = gl.constexpr(2)
 WORDS = gl.constexpr(6)
 # An item of the queue: a tile of queries, its bounds as in `key_tiles`, and the kind of its keys as in `scores.SCATTERED`.
 Work = namedtuple("Work", "t lo full_lo full_hi hi kind")
-# Heads, channels as they are and padded, and tiles.
-Sizes = namedtuple("Sizes", "CONSUMERS H K D V BLOCK_D BLOCK_V BLOCK_Q BLOCK_K NUM_STAGES")
-Buffers = namedtuple("Buffers", "q k v out")
+# Heads, channels as they are and padded, and tiles; R: those of keys' second part, of which there is none if it is 0.
+Sizes = namedtuple("Sizes", "CONSUMERS H K D V R BLOCK_D BLOCK_V BLOCK_R BLOCK_Q BLOCK_K NUM_STAGES")
+# The second parts of queries and keys are those of the first if there are none.
+Buffers = namedtuple("Buffers", "q k v out q_rope k_rope")
 Barriers = namedtuple("Barriers", "q_full q_empty k_full k_empty v_full v_empty")
 # Of each tile of queries its bounds and its kind, of each program its tiles, and the counter that tiles are claimed from.
 Tiles = namedtuple("Tiles", "bounds kinds schedule counter")
@@ -73,13 +74,17 @@ def _key_tiles(tiles_ptr, b, m, offset, T, S, BLOCK_Q: gl.constexpr, BLOCK_K: gl
 
 
 @gluon.jit
-def _scores(q, ks, at):
-    """The product by the keys that were loaded as number `at`, `[64, BLOCK_K]`; not awaited."""
+def _scores(q, ks, at, q_rope=None, k_ropes=None, R: gl.constexpr = 0):
+    """The product by the keys that were loaded as number `at`, `[64, BLOCK_K]`, that of their second parts with it; not awaited."""
     STAGES: gl.constexpr = ks.shape[0]
     BLOCK_K: gl.constexpr = ks.shape[3]
     zero = gl.zeros([ROWS_EACH, BLOCK_K], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16]))
     k = ks.index(at % STAGES).reshape([BLOCK_K, ks.shape[4]]).permute((1, 0))  # [D, BLOCK_K]
-    return warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+    qk = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+    if R > 0:
+        k_rope = k_ropes.index(at % STAGES).reshape([BLOCK_K, k_ropes.shape[4]]).permute((1, 0))  # [R, BLOCK_K]
+        qk = warpgroup_mma(q_rope, k_rope, qk, is_async=True)
+    return qk
 
 
 @gluon.jit
@@ -140,13 +145,17 @@ def _shared_memory(dtype: gl.constexpr, QUERY_TILES: gl.constexpr, IN_PLACE: gl.
     qs = _tiles_of(dtype, QUERY_TILES, ROWS_EACH, sizes.BLOCK_D)
     ks = _tiles_of(dtype, sizes.NUM_STAGES, sizes.BLOCK_K, sizes.BLOCK_D)
     vs = _tiles_of(dtype, sizes.NUM_STAGES, sizes.BLOCK_K, sizes.BLOCK_V)
+    q_ropes, k_ropes = qs, ks
+    if sizes.R > 0:
+        q_ropes = _tiles_of(dtype, QUERY_TILES, ROWS_EACH, sizes.BLOCK_R)
+        k_ropes = _tiles_of(dtype, sizes.NUM_STAGES, sizes.BLOCK_K, sizes.BLOCK_R)
     staging = qs
     if not IN_PLACE:
         staging = _tiles_of(dtype, CONSUMERS, ROWS_EACH, sizes.BLOCK_V)
     q_full, q_empty = _barriers_of(QUERY_TILES, 1)
     k_full, k_empty = _barriers_of(sizes.NUM_STAGES, CONSUMERS)
     v_full, v_empty = _barriers_of(sizes.NUM_STAGES, CONSUMERS)
-    return Buffers(qs, ks, vs, staging), Barriers(q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    return Buffers(qs, ks, vs, staging, q_ropes, k_ropes), Barriers(q_full, q_empty, k_full, k_empty, v_full, v_empty)
 
 
 @gluon.jit
@@ -173,6 +182,9 @@ def _consumer(queue, buffers, barriers, outputs, sinks_ptr, tiles, row_arrays, l
     out_ptr, lse_ptr = outputs
     out_desc = _described(out_ptr, B, T, sizes.H, sizes.V, ROWS_EACH, V)
     q = buffers.q.index(W).reshape([ROWS_EACH, sizes.BLOCK_D])
+    q_rope, k_ropes = q, buffers.k_rope
+    if sizes.R > 0:
+        q_rope = buffers.q_rope.index(W).reshape([ROWS_EACH, sizes.BLOCK_R])
     dtype: gl.constexpr = q.dtype
     # The last consumer lets the first one start.
     if W == CONSUMERS - 1:
@@ -204,7 +216,7 @@ def _consumer(queue, buffers, barriers, outputs, sinks_ptr, tiles, row_arrays, l
         # there is one loop, and what hides keys is a branch in it.)
         mbarrier.wait(q_full.index(W), r & 1)
         mbarrier.wait(k_full.index(done % NUM_STAGES), (done // NUM_STAGES) & 1)
-        qk = warpgroup_mma_wait(0, deps=[_scores(q, ks, done)])  # [64, BLOCK_K]
+        qk = warpgroup_mma_wait(0, deps=[_scores(q, ks, done, q_rope, k_ropes, sizes.R)])  # [64, BLOCK_K]
         mbarrier.arrive(k_empty.index(done % NUM_STAGES), count=1)
         queries = Queries(row, first, past, row_arrays.segments + b * T)
         s, unseen = _scored(qk, True, queries, (hi - 1) * BLOCK_K, kind, marks, lengths, scoring, masking)
@@ -219,7 +231,7 @@ def _consumer(queue, buffers, barriers, outputs, sinks_ptr, tiles, row_arrays, l
             at = done + i
             mbarrier.wait(k_full.index(at % NUM_STAGES), (at // NUM_STAGES) & 1)
             _await_named(W)
-            qk = _scores(q, ks, at)
+            qk = _scores(q, ks, at, q_rope, k_ropes, sizes.R)
             acc = _weighted(p, vs, v_full, at - 1, acc)
             _arrive_named((W + 1) % CONSUMERS)
             qk = warpgroup_mma_wait(1, deps=[qk])
@@ -272,13 +284,18 @@ def _loader(queue, buffers, barriers, operands, tiles, lengths, sizes: gl.conste
     BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
     BLOCK_K: gl.constexpr = sizes.BLOCK_K
     TABLE: gl.constexpr = masking.TABLE
-    qs, ks, vs = buffers.q, buffers.k, buffers.v
+    qs, vs = buffers.q, buffers.v
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    q_ptr, k_ptr, v_ptr = operands
+    q_ptr, k_ptr, k_rope_ptr, v_ptr = operands
     B, T, S, offset = lengths
     k_desc = _described(k_ptr, B, S, sizes.K, sizes.D, BLOCK_K, sizes.BLOCK_D)
-    q_desc = _described(q_ptr, B, T, H, sizes.D, ROWS_EACH, sizes.BLOCK_D)
+    q_desc = _described(q_ptr, B, T, H, sizes.D, ROWS_EACH, sizes.BLOCK_D, sizes.R)
     v_desc = _described(v_ptr, B, S, sizes.K, sizes.V, BLOCK_K, sizes.BLOCK_V)
+    q_rope_desc, k_rope_desc = q_desc, k_desc
+    if sizes.R > 0:
+        q_rope_desc = _described(q_ptr + sizes.D, B, T, H, sizes.R, ROWS_EACH, sizes.BLOCK_R, sizes.D)
+        k_rope_desc = _described(k_rope_ptr, B, S, 1, sizes.R, BLOCK_K, sizes.BLOCK_R)
+    k_descs = (k_desc, k_rope_desc)
     done = 0  # tiles of keys before this tile of queries
     r = 0
     if TABLE:
@@ -298,16 +315,18 @@ def _loader(queue, buffers, barriers, operands, tiles, lengths, sizes: gl.conste
         if not TABLE:
             lo, _, _, hi = _key_tiles(tiles.bounds, b, m, offset, T, S, BLOCK_Q, BLOCK_K, masking.LEFT, masking.RIGHT, False)
         # The first keys and the queries, which the first product needs.
-        _load(k_desc, b, g, (hi - 1) * BLOCK_K, ks, k_full, k_empty, done)
+        _load_keys(k_descs, b, g, (hi - 1) * BLOCK_K, buffers, k_full, k_empty, done, sizes)
         for w in gl.static_range(sizes.CONSUMERS):
             mbarrier.wait(q_empty.index(w), (r & 1) ^ 1)
-            mbarrier.expect(q_full.index(w), ROWS_EACH * sizes.BLOCK_D * 2)
+            mbarrier.expect(q_full.index(w), ROWS_EACH * (sizes.BLOCK_D + sizes.BLOCK_R) * 2)
             tma.async_copy_global_to_shared(q_desc, [b, h, m * BLOCK_Q + w * ROWS_EACH, 0], q_full.index(w), qs.index(w))
+            if sizes.R > 0:
+                tma.async_copy_global_to_shared(q_rope_desc, [b, h, m * BLOCK_Q + w * ROWS_EACH, 0], q_full.index(w), buffers.q_rope.index(w))
         if TABLE:
             number = _claim(tiles.counter)
         # Keys a tile ahead of values.
         for i in range(1, hi - lo):
-            _load(k_desc, b, g, (hi - 1 - i) * BLOCK_K, ks, k_full, k_empty, done + i)
+            _load_keys(k_descs, b, g, (hi - 1 - i) * BLOCK_K, buffers, k_full, k_empty, done + i, sizes)
             _load(v_desc, b, g, (hi - i) * BLOCK_K, vs, v_full, v_empty, done + i - 1)
         done += hi - lo
         r += 1
@@ -340,21 +359,31 @@ def _bounds(t, tiles, lengths, sizes: gl.constexpr):
 
 
 @gluon.jit
-def _load(desc, b, head, row, buffer, full, empty, at):
-    """A tile of keys or values as number `at`."""
+def _load(desc, b, head, row, buffer, full, empty, at, MORE: gl.constexpr = 0):
+    """A tile of keys or values as number `at`; so many bytes come with it."""
     STAGES: gl.constexpr = buffer.shape[0]
     s = at % STAGES
     mbarrier.wait(empty.index(s), ((at // STAGES) & 1) ^ 1)
-    mbarrier.expect(full.index(s), buffer.shape[3] * buffer.shape[4] * 2)
+    mbarrier.expect(full.index(s), buffer.shape[3] * buffer.shape[4] * 2 + MORE)
     tma.async_copy_global_to_shared(desc, [b, head, row, 0], full.index(s), buffer.index(s))
 
 
 @gluon.jit
-def _described(ptr, B, length, HEADS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """A descriptor of `[B, length, HEADS, WIDTH]` with boxes of rows of one head."""
+def _load_keys(descs, b, head, row, buffers, full, empty, at, sizes: gl.constexpr):
+    """A tile of keys as number `at`, with its second part, which all heads share."""
+    _load(descs[0], b, head, row, buffers.k, full, empty, at, sizes.BLOCK_K * sizes.BLOCK_R * 2)
+    if sizes.R > 0:
+        s = at % sizes.NUM_STAGES
+        tma.async_copy_global_to_shared(descs[1], [b, 0, row, 0], full.index(s), buffers.k_rope.index(s))
+
+
+@gluon.jit
+def _described(ptr, B, length, HEADS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, OTHER: gl.constexpr = 0):
+    """A descriptor of `[B, length, HEADS, WIDTH]`, with so many other channels between heads, and with boxes of rows of one head."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, ROWS, COLUMNS], ptr.dtype.element_ty)
-    row: gl.constexpr = HEADS * WIDTH
-    return tma.make_tensor_descriptor(ptr, [B, HEADS, length, WIDTH], [gl.to_tensor(length).to(gl.int64) * row, WIDTH, row, 1], [1, 1, ROWS, COLUMNS], layout)
+    head: gl.constexpr = WIDTH + OTHER
+    row: gl.constexpr = HEADS * head
+    return tma.make_tensor_descriptor(ptr, [B, HEADS, length, WIDTH], [gl.to_tensor(length).to(gl.int64) * row, head, row, 1], [1, 1, ROWS, COLUMNS], layout)
 
 
 @gluon.jit
@@ -365,13 +394,13 @@ def _tiles_of(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, COLU
 
 @gluon.jit
 def hopper_forward_kernel(
-    q_ptr, k_ptr, v_ptr, sinks_ptr,  # [B, T, H, D], [B, S, K, D], [B, S, K, V], [B, H]
+    q_ptr, k_ptr, k_rope_ptr, v_ptr, sinks_ptr,  # [B, T, H, D + R], [B, S, K, D], [B, S, R], [B, S, K, V], [B, H]
     q_segments_ptr, marks_ptr, first_ptr, past_ptr,  # [B, T] and, of keys, [B, S rounded up to whole tiles]
     tiles_ptr, kinds_ptr, schedule_ptr, no_claims_ptr,  # [B, tiles, 4], [B, tiles], [tiles of each program + 1, programs], as claims
     B, T, S, offset,
     claims_ptr, out_ptr, lse_ptr,  # 0 [1], [B, T, H, V], [B, H, T]
-    H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr,
-    BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr,
+    H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, V: gl.constexpr, R: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr,
+    BLOCK_R: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr,
     FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, SINKS: gl.constexpr,
     ROWS: gl.constexpr, SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr, GUARD: gl.constexpr, IN_PLACE: gl.constexpr,
     RESCALE_THRESHOLD: gl.constexpr,
@@ -382,7 +411,7 @@ def hopper_forward_kernel(
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     CONSUMERS: gl.constexpr = BLOCK_Q // ROWS_EACH
     BOUNDED: gl.constexpr = CAP > 0 and MULTIPLIER <= BOUND and not SINKS and dtype == gl.bfloat16
-    sizes: gl.constexpr = Sizes(CONSUMERS, H, K, D, V, BLOCK_D, BLOCK_V, BLOCK_Q, BLOCK_K, NUM_STAGES)
+    sizes: gl.constexpr = Sizes(CONSUMERS, H, K, D, V, R, BLOCK_D, BLOCK_V, BLOCK_R, BLOCK_Q, BLOCK_K, NUM_STAGES)
     scoring: gl.constexpr = Scoring(SCALE, CAP, FAST_TANH, MULTIPLIER, BOUNDED, RESCALE_THRESHOLD)
     masking: gl.constexpr = Masking(LEFT, RIGHT, ROWS, SEGMENTS, ROWS or SEGMENTS, EVEN_K, GUARD)
     buffers, barriers = _shared_memory(dtype, CONSUMERS, IN_PLACE, sizes)
@@ -390,7 +419,7 @@ def hopper_forward_kernel(
     if ROWS or SEGMENTS:
         queue = _queue_of(QUEUE_SLOTS, WORDS, CONSUMERS)
     lengths = Lengths(B, T, S, offset)
-    operands = (q_ptr, k_ptr, v_ptr)
+    operands = (q_ptr, k_ptr, k_rope_ptr, v_ptr)
     outputs = (out_ptr, lse_ptr)
     tiles = Tiles(tiles_ptr, kinds_ptr, schedule_ptr, claims_ptr)
     row_arrays = RowArrays(first_ptr, past_ptr, q_segments_ptr, marks_ptr)

@@ -141,7 +141,10 @@ def problem_unfit(problem: Problem) -> str | None:
             return reason
     if problem.dtype("qkv") not in ("bfloat16", "float16"):
         return f"takes bfloat16 and float16, not {problem.dtype('qkv')}"
-    dim, values = problem.dim("D"), problem.dim("V")
+    rope, values = rotary(problem), problem.dim("V")
+    dim = problem.dim("D") - rope
+    if rope and (_listed(problem) or rope % 8 or padded_width(problem) != 128 or padded_rope(problem) != 64):
+        return "takes keys in two parts of 65 to 128 and of up to 64 channels, of whole 16 bytes, without lists of tiles"
     if padded(dim, NARROWEST) != padded(values, NARROWEST):
         return f"takes head dims of keys and values that are padded to one size, not {dim} and {values}"
     if dim % 8 or values % 8:
@@ -200,22 +203,33 @@ def rescale_threshold(dim: int, soft_cap: float | None, hides: bool) -> int:
 
 def shared_memory(tile: Any, problem: Problem) -> int:
     """The bytes that a program takes: queries, stages of keys and values, the output if it has its own place, barriers."""
-    width = padded_width(problem)
+    width, rope = padded_width(problem), padded_rope(problem)
     places = 3  # with lists: two tiles of queries, and the output
     if not _listed(problem):
-        places = 1 if stores_in_place(tile, width) else 2
-    return places * tile.block_q * width * 2 + _streamed(tile, width)
+        places = 1 if stores_in_place(tile, width, rope) else 2
+    return places * tile.block_q * width * 2 + _parts(tile, width, rope)
 
 
-def stores_in_place(tile: Any, width: int) -> bool:
+def stores_in_place(tile: Any, width: int, rope: int) -> bool:
     """Tells whether the output takes the place of the queries, whose successors then wait for it."""
-    return 2 * tile.block_q * width * 2 + _streamed(tile, width) > _MOST_SHARED
+    return 2 * tile.block_q * width * 2 + _parts(tile, width, rope) > _MOST_SHARED
 
 
-def _streamed(tile: Any, width: int) -> int:
-    return 2 * tile.num_stages * tile.block_k * width * 2 + 1024
+def _parts(tile: Any, width: int, rope: int) -> int:
+    """Stages of keys and values, second parts of queries, and barriers."""
+    return 2 * (tile.num_stages * tile.block_k * (2 * width + rope) + tile.block_q * rope) + 1024
+
+
+def rotary(problem: Problem) -> int:
+    """The channels of keys that all heads share, in latent attention."""
+    return dict(problem.dims).get("Dr", 0)
+
+
+def padded_rope(problem: Problem) -> int:
+    """Channels of a tile of the keys' second part, 0 without one."""
+    return padded(rotary(problem), NARROWEST) if rotary(problem) else 0
 
 
 def padded_width(problem: Problem) -> int:
-    """Channels of a tile."""
-    return padded(problem.dim("D"), NARROWEST)
+    """Channels of a tile, of the first part if keys have two."""
+    return padded(problem.dim("D") - rotary(problem), NARROWEST)
