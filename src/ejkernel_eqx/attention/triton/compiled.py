@@ -274,7 +274,7 @@ def gradients(
     launch = launch.knowing(row_inputs)
     dmore = dslopes = dgates = None
     if config.key_gradient.hopper_programs and arrays.k.shape[1] > 0:
-        dq, dk, dv = backward_call.gradients(launch, arrays, spec, config.key_gradient, empty)
+        dq, dk, dmore, dv = backward_call.gradients(launch, arrays, spec, config.key_gradient, empty)
     else:
         dk, dmore, dv = _key_gradient(launch, arrays, spec, config.key_gradient)
         dq, dslopes = _query_gradient(launch, arrays, spec, config.query_gradient)

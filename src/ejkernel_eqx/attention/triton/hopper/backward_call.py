@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from ....launch import Launcher, result, result_like
+from ....launch import Launcher, NOTHING, result, result_like
 from ....launch.sizes import cdiv, padded
 from ...masks import tile_table
 from ...spec import AttentionArrays, AttentionSpec
@@ -14,14 +14,15 @@ from . import backward_tiles, tile_sizes
 
 def gradients(
     launch: Launcher, arrays: AttentionArrays, spec: AttentionSpec, tile: Any, empty: Array
-) -> tuple[Array, Array, Array]:
-    """`dq`, `dk` and `dv`. The launcher knows the cotangent of the output, and `lse` (in units of log2) and `delta [B, H, T]`.
+) -> tuple[Array, Array, Array | None, Array]:
+    """`dq`, `dk`, that of the keys' second part if they have one, and `dv`. The launcher knows the cotangent of the output, and `lse` (in units of log2) and `delta [B, H, T]`.
     `empty [B, H, T]`: queries that see no key."""
     from .backward_kernel import hopper_backward_kernel
 
-    (batch, queries, heads, dim), (keys, kv_heads) = arrays.q.shape, arrays.k.shape[1:3]
+    (batch, queries, heads, whole), (keys, kv_heads, dim) = arrays.q.shape, arrays.k.shape[1:]
     do, lse, delta = (launch.arrays[name] for name in ("do", "lse", "delta"))
     q, k, v, width = arrays.q, arrays.k, arrays.v, padded(dim, tile_sizes.NARROWEST)
+    k_rope, rope = launch.arrays["k_rope"], whole - dim
     block_k = tile.block_k
     # The counter that tiles of keys are claimed from, and a semaphore for each tile of `dq`.
     count = cdiv(queries, tile.block_q)
@@ -33,6 +34,7 @@ def gradients(
         q, do = jnp.where(blind, 0, q), jnp.where(blind, 0, do)
         seen = jnp.broadcast_to(tile_table.seen(arrays, spec).keys, (batch, keys)) != 0
         k, v = (jnp.where(seen[:, :, None, None], x, 0) for x in (k, v))
+        k_rope = None if k_rope is None else jnp.where(seen[:, :, None], k_rope, 0)
         tiles = tile_table.query_tile_table(arrays, spec, tile.block_q, block_k)
         order, visited = order_of(tiles, count)
     are_alike = tiles is None and spec.left is None and spec.right is None
@@ -40,10 +42,11 @@ def gradients(
     results = launch(
         hopper_backward_kernel,
         tile,
-        {"semaphores": result(semaphores, dtype=jnp.int32), "dq": result(*q.shape), "dk": result_like(k), "dv": result_like(v)},
+        {"semaphores": result(semaphores, dtype=jnp.int32), "dq": result(*q.shape), "dk": result_like(k), "dv": result_like(v),
+         "dmore": result(batch, kv_heads, keys, rope) if rope else NOTHING},
         min(cdiv(keys, block_k) * batch * kv_heads, backward_tiles.PROGRAMS),
         {
-            "q": q, "k": k, "v": v, "do": do, "lse": jnp.pad(lse, past, constant_values=jnp.inf), "delta": jnp.pad(delta, past), "tiles": tiles,
+            "q": q, "k": k, "k_rope": k_rope, "v": v, "do": do, "lse": jnp.pad(lse, past, constant_values=jnp.inf), "delta": jnp.pad(delta, past), "tiles": tiles,
             "order": order, "zeros": jnp.zeros(semaphores, jnp.int32),
         },
         aliases={"zeros": "semaphores"},
@@ -56,7 +59,7 @@ def gradients(
     dq = results["dq"] * spec.scale
     if visited is not None:  # nothing was stored for the others
         dq = jnp.where(jnp.repeat(visited, tile.block_q, axis=1)[:, :queries, None, None], dq, 0)
-    return dq.astype(q.dtype), results["dk"], results["dv"]
+    return dq.astype(q.dtype), results["dk"], results["dmore"].sum(1) if rope else None, results["dv"]
 
 
 def order_of(tiles: Array, count: int) -> tuple[Array, Array]:

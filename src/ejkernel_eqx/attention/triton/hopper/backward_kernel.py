@@ -33,6 +33,7 @@ from .backward_parts import (
     Tiles,
 )
 from .forward_kernel import _tiles_of
+from .latent_backward_kernel import _consumer as _latent_consumer
 from .narrow_backward_kernel import _consumer as _narrow_consumer
 from .narrow_backward_kernel import _query_gradients, DsBuffers, Outputs
 from .scores import Lengths, Masking, Scoring
@@ -70,7 +71,7 @@ def _consumer(queue, buffers, dss, dq_buffers, barriers, out_descs, row_arrays, 
     G: gl.constexpr = sizes.H // sizes.K
     # Scores a step ahead, under the storing of `dq`, pay where nothing is hidden; with a branch that hides they cost 8%.
     AHEAD: gl.constexpr = not masking.GUARD
-    ks, vs, qs, dos, lses, deltas = buffers
+    ks, vs, qs, dos, lses, deltas, _, _ = buffers
     kv_full, kv_empty, q_full, q_empty, do_full, do_empty = barriers
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     part_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -140,22 +141,23 @@ def _consumer(queue, buffers, dss, dq_buffers, barriers, out_descs, row_arrays, 
 
 @gluon.jit
 def hopper_backward_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr,  # [B, T, H, D], [B, S, K, D], [B, S, K, V], as out; [B, H, terms] twice
+    q_ptr, k_ptr, k_rope_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr,  # [B, T, H, D + R], [B, S, K, D], [B, S, R], [B, S, K, V], as out; [B, H, terms] twice
     q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr,  # [B, T] and, of keys, [B, S]
     tiles_ptr, order_ptr, zeros_ptr,  # [B, tiles of keys, 4], [B, tiles of keys, tiles of queries], as semaphores
     B, T, S, terms, offset,
-    semaphores_ptr, dq_ptr, dk_ptr, dv_ptr,  # zeros [1 + B H tiles of queries]; float32 as q, as k, as v
-    H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_D: gl.constexpr,
+    semaphores_ptr, dq_ptr, dk_ptr, dmore_ptr, dv_ptr,  # zeros [1 + B H tiles of queries]; float32 as q, as k, float32 [B, K, S, R], as v
+    H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, V: gl.constexpr, R: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_Q: gl.constexpr, NUM_STAGES: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr, FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, ROWS: gl.constexpr, SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr, GROUP: gl.constexpr,
 ):
     # `dk = scale ds^T q`, `dv = p^T do`, and `dq = ds k` without the scale. `lse`: in units of log2, plus infinity past the end and for rows that see
     # nothing; `delta`: 0 past the end. `semaphores`: how many tiles of keys are claimed, then how many have been added to a tile of `dq`; the first one
-    # is stored, and nothing is where none sees the queries. `order`: of those tiles of keys that see a tile of queries, how many are before this one.
+    # is stored, and nothing is where none sees the queries. `dmore`: the gradient of keys' second part, of each head its own. `order`: of those tiles of keys that see a tile of queries, how many are before this one.
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     # Which kernel it is: narrow heads have a group for `dq`, wide ones share channels, not keys, between the consumers.
     NARROW: gl.constexpr = BLOCK_D <= 64
     WIDE: gl.constexpr = BLOCK_D > 128
+    LATENT: gl.constexpr = R > 0
     BLOCK_K: gl.constexpr = KEYS_EACH if WIDE else CONSUMERS * KEYS_EACH
     COLUMNS: gl.constexpr = HALF if WIDE else BLOCK_D
     # With room for two tiles of keys, the next one is loaded while this one is at work.
@@ -164,22 +166,22 @@ def hopper_backward_kernel(
     DQ_COLUMNS: gl.constexpr = HALF if WIDE else 64
     # Each of three writers has as long as three steps for an addition, its wait for the semaphore included.
     WRITERS: gl.constexpr = 3 if NARROW else 2
-    DQ_SLOTS: gl.constexpr = CONSUMERS if WIDE else WRITERS * DQ_BOXES
+    DQ_SLOTS: gl.constexpr = CONSUMERS if WIDE or LATENT else WRITERS * DQ_BOXES
     GUARD: gl.constexpr = LEFT >= 0 or RIGHT >= 0 or ROWS or SEGMENTS or not EVEN_K
-    sizes: gl.constexpr = Sizes(H, K, BLOCK_D, BLOCK_Q, BLOCK_K, NUM_STAGES, GROUP, DQ_BOXES, DQ_COLUMNS, DQ_SLOTS, KEY_SLOTS, WRITERS)
+    sizes: gl.constexpr = Sizes(H, K, BLOCK_D, R, BLOCK_Q, BLOCK_K, NUM_STAGES, GROUP, DQ_BOXES, DQ_COLUMNS, DQ_SLOTS, KEY_SLOTS, WRITERS)
     scoring: gl.constexpr = Scoring(SCALE, CAP, FAST_TANH, MULTIPLIER, False, 0)
     masking: gl.constexpr = Masking(LEFT, RIGHT, ROWS, SEGMENTS, ROWS or SEGMENTS, EVEN_K, GUARD)
     lengths = Lengths(B, T, S, offset)
-    pointers = (q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr)
+    pointers = (q_ptr, k_ptr, k_rope_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr)
     row_arrays = RowArrays(q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr)
     tiles = Tiles(tiles_ptr, order_ptr, semaphores_ptr, semaphores_ptr + 1)
-    descs, out_descs, dq_desc, buffers, dqs = _operands(pointers, lengths, terms, D, V, sizes, KEYS_EACH, COLUMNS)
+    descs, out_descs, dq_descs, buffers, dqs = _operands(pointers, lengths, terms, D, V, sizes, KEYS_EACH, COLUMNS)
     # Besides, in shared memory: weights of wide heads and score gradients, both of two steps, `dk` and `dv` of narrow ones, the work queue,
     # and barriers.
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS_EACH, BLOCK_Q], dtype)
     if WIDE:
         ps = gl.allocate_shared_memory(dtype, [2, KEYS_EACH, BLOCK_Q], ds_layout)
-    dss = gl.allocate_shared_memory(dtype, [2 if WIDE else 2 * CONSUMERS, KEYS_EACH, BLOCK_Q], ds_layout)
+    dss = gl.allocate_shared_memory(dtype, [2 if WIDE or LATENT else 2 * CONSUMERS, KEYS_EACH, BLOCK_Q], ds_layout)
     if NARROW:
         outputs = Outputs(_tiles_of(dtype, CONSUMERS, KEYS_EACH, BLOCK_D), _tiles_of(dtype, CONSUMERS, KEYS_EACH, BLOCK_D), out_descs)
     queue = _queue_of(KEY_SLOTS + 1, 1, WRITERS)
@@ -195,7 +197,7 @@ def hopper_backward_kernel(
         q_full, q_empty = _barriers_of(NUM_STAGES, CONSUMERS)
         do_full, do_empty = _barriers_of(NUM_STAGES, CONSUMERS)
     dq_full, dq_empty = _barriers_of(WRITERS * DQ_BOXES, 1)
-    dq_buffers = DqBuffers(dqs, dq_full, dq_empty)
+    dq_buffers = DqBuffers(dqs[0], dqs[1], dq_full, dq_empty)
     barriers = Barriers(kv_full, kv_empty, q_full, q_empty, do_full, do_empty)
     if NARROW:
         # The first consumer has what the others leave of 512 registers, 192.
@@ -204,23 +206,31 @@ def hopper_backward_kernel(
             (_narrow_consumer, (queue, buffers, ds_buffers, outputs, barriers, row_arrays, tiles, lengths, 1, sizes, scoring, masking)),
             (_query_gradients, (queue, buffers.k, ds_buffers, dq_buffers, barriers, tiles, lengths, sizes, masking)),
             (_loader, (queue, buffers, barriers, descs, tiles, lengths, sizes, masking)),
-            (_writer, (queue, dq_buffers, dq_desc, tiles, lengths, 0, sizes, masking)),
-            (_writer, (queue, dq_buffers, dq_desc, tiles, lengths, 1, sizes, masking)),
-            (_writer, (queue, dq_buffers, dq_desc, tiles, lengths, 2, sizes, masking)),
+            (_writer, (queue, dq_buffers, dq_descs, tiles, lengths, 0, sizes, masking)),
+            (_writer, (queue, dq_buffers, dq_descs, tiles, lengths, 1, sizes, masking)),
+            (_writer, (queue, dq_buffers, dq_descs, tiles, lengths, 2, sizes, masking)),
         ], [4, 4, 1, 1, 1, 1], [200, 96, 24, 24, 24, 24])
+    elif LATENT:
+        gl.warp_specialize([
+            (_latent_consumer, (queue, buffers, dss, dq_buffers, barriers, out_descs, dmore_ptr, row_arrays, tiles, lengths, 0, sizes, scoring, masking)),
+            (_latent_consumer, (queue, buffers, dss, dq_buffers, barriers, out_descs, dmore_ptr, row_arrays, tiles, lengths, 1, sizes, scoring, masking)),
+            (_loader, (queue, buffers, barriers, descs, tiles, lengths, sizes, masking)),
+            (_writer, (queue, dq_buffers, dq_descs, tiles, lengths, 0, sizes, masking)),
+            (_writer, (queue, dq_buffers, dq_descs, tiles, lengths, 1, sizes, masking)),
+        ], [4, 1, 1, 1], [240, 24, 24, 24])
     elif WIDE:
         gl.warp_specialize([
             (_wide_consumer, (queue, buffers, ps, dss, dq_buffers, barriers, out_descs, row_arrays, tiles, lengths, 0, sizes, scoring, masking)),
             (_wide_consumer, (queue, buffers, ps, dss, dq_buffers, barriers, out_descs, row_arrays, tiles, lengths, 1, sizes, scoring, masking)),
             (_loader, (queue, buffers, barriers, descs, tiles, lengths, sizes, masking)),
-            (_writer, (queue, dq_buffers, dq_desc, tiles, lengths, 0, sizes, masking)),
-            (_writer, (queue, dq_buffers, dq_desc, tiles, lengths, 1, sizes, masking)),
+            (_writer, (queue, dq_buffers, dq_descs, tiles, lengths, 0, sizes, masking)),
+            (_writer, (queue, dq_buffers, dq_descs, tiles, lengths, 1, sizes, masking)),
         ], [4, 1, 1, 1], [240, 24, 24, 24])
     else:
         gl.warp_specialize([
             (_consumer, (queue, buffers, dss, dq_buffers, barriers, out_descs, row_arrays, tiles, lengths, 0, sizes, scoring, masking)),
             (_consumer, (queue, buffers, dss, dq_buffers, barriers, out_descs, row_arrays, tiles, lengths, 1, sizes, scoring, masking)),
             (_loader, (queue, buffers, barriers, descs, tiles, lengths, sizes, masking)),
-            (_writer, (queue, dq_buffers, dq_desc, tiles, lengths, 0, sizes, masking)),
-            (_writer, (queue, dq_buffers, dq_desc, tiles, lengths, 1, sizes, masking)),
+            (_writer, (queue, dq_buffers, dq_descs, tiles, lengths, 0, sizes, masking)),
+            (_writer, (queue, dq_buffers, dq_descs, tiles, lengths, 1, sizes, masking)),
         ], [4, 1, 1, 1], [240, 24, 24, 24])

@@ -31,14 +31,16 @@ from .work_queue import (
 )
 
 CONSUMERS = gl.constexpr(2)
-# Heads, padded channels and tiles. DQ_...: boxes of a tile of `dq`, their columns, and how many boxes shared memory holds; KEY_SLOTS: tiles of keys there.
-Sizes = namedtuple("Sizes", "H K D BLOCK_Q BLOCK_K NUM_STAGES GROUP DQ_BOXES DQ_COLUMNS DQ_SLOTS KEY_SLOTS WRITERS")  # fmt: skip
-# Shared memory for what is loaded, and its barriers.
-Buffers = namedtuple("Buffers", "k v q do lse delta")
+HALF_ROPE = gl.constexpr(32)
+"""Channels of a box of keys' second part."""
+# Heads, padded channels and tiles; R: channels of keys' second part, 0 without one. DQ_...: boxes of a tile of `dq`, their columns, and how many boxes shared memory holds; KEY_SLOTS: tiles of keys there.
+Sizes = namedtuple("Sizes", "H K D R BLOCK_Q BLOCK_K NUM_STAGES GROUP DQ_BOXES DQ_COLUMNS DQ_SLOTS KEY_SLOTS WRITERS")  # fmt: skip
+# Shared memory for what is loaded, and its barriers. Second parts are the first ones if there are none.
+Buffers = namedtuple("Buffers", "k v q do lse delta k_rope q_rope")
 Barriers = namedtuple("Barriers", "kv_full kv_empty q_full q_empty do_full do_empty")
 # Boxes of `dq` in shared memory, on their way from a consumer to a writer.
-DqBuffers = namedtuple("DqBuffers", "boxes full empty")
-Descs = namedtuple("Descs", "q k v do lse delta")
+DqBuffers = namedtuple("DqBuffers", "boxes ropes full empty")
+Descs = namedtuple("Descs", "q k v do lse delta q_rope k_rope")
 # Segments, and the first key and the one behind the last of each query.
 RowArrays = namedtuple("RowArrays", "q_segments kv_segments start end")
 # Bounds of tiles of keys, how many tiles come before one at each tile of queries, the counter of claims, and the semaphores.
@@ -148,21 +150,28 @@ def _score_gradients(p, dp, lses, deltas, at, scoring: gl.constexpr):
 @gluon.jit
 def _store_dq(dq, buffers, s, BOX: gl.constexpr, sizes: gl.constexpr, TRANSPOSED: gl.constexpr = False):
     """Stores a box of the `dq` of step `s`, counted over all of the program's tiles, for the step's writer, and tells it when copies see it."""
+    full = _await_box(buffers, s, BOX, sizes)
+    box = buffers.boxes.index((s * sizes.DQ_BOXES + BOX) % sizes.DQ_SLOTS).reshape([64, sizes.DQ_COLUMNS])
+    if TRANSPOSED:
+        box = box.permute((1, 0))
+    box.store(dq)
+    fence_async_shared()
+    mbarrier.arrive(full, count=1)
+
+
+@gluon.jit
+def _await_box(buffers, s, BOX: gl.constexpr, sizes: gl.constexpr):
+    """Waits until a box of step `s` is free. Returns the barrier by which its writer is told."""
     BOXES: gl.constexpr = sizes.DQ_BOXES
     number = s * BOXES + BOX
     before = number + (sizes.WRITERS * BOXES - sizes.DQ_SLOTS)  # the box that was in its slot, and a phase of the barriers before theirs
     step = before // BOXES
     mbarrier.wait(buffers.empty.index((step % sizes.WRITERS) * BOXES + before % BOXES), ((step // sizes.WRITERS) & 1) ^ 1)
-    box = buffers.boxes.index(number % sizes.DQ_SLOTS).reshape([64, sizes.DQ_COLUMNS])
-    if TRANSPOSED:
-        box = box.permute((1, 0))
-    box.store(dq)
-    fence_async_shared()
-    mbarrier.arrive(buffers.full.index((s % sizes.WRITERS) * BOXES + BOX), count=1)
+    return buffers.full.index((s % sizes.WRITERS) * BOXES + BOX)
 
 
 @gluon.jit
-def _writer(queue, buffers, dq_desc, tiles, lengths, W: gl.constexpr, sizes: gl.constexpr, masking: gl.constexpr):
+def _writer(queue, buffers, dq_descs, tiles, lengths, W: gl.constexpr, sizes: gl.constexpr, masking: gl.constexpr):
     """Adds `dq` of every `WRITERS`-th step, when all tiles of keys before this one have added theirs."""
     WRITERS: gl.constexpr = sizes.WRITERS
     BOXES: gl.constexpr = sizes.DQ_BOXES
@@ -197,9 +206,13 @@ def _writer(queue, buffers, dq_desc, tiles, lengths, W: gl.constexpr, sizes: gl.
                     slot = (s * BOXES + pair * PARTS + part) % sizes.DQ_SLOTS
                     # The first tile of keys stores, the others add.
                     if before == 0:
-                        tma.async_copy_shared_to_global(dq_desc, [b, h, row, column], buffers.boxes.index(slot))
+                        tma.async_copy_shared_to_global(dq_descs[0], [b, h, row, column], buffers.boxes.index(slot))
+                        if sizes.R > 0:
+                            tma.async_copy_shared_to_global(dq_descs[1], [b, h, row, part * HALF_ROPE], buffers.ropes.index(slot))
                     else:
-                        _add(dq_desc, [b, h, row, column], buffers.boxes.index(slot))
+                        _add(dq_descs[0], [b, h, row, column], buffers.boxes.index(slot))
+                        if sizes.R > 0:
+                            _add(dq_descs[1], [b, h, row, part * HALF_ROPE], buffers.ropes.index(slot))
                 tma.store_wait(0)
                 for part in gl.static_range(PARTS):
                     mbarrier.arrive(buffers.empty.index(W * BOXES + pair * PARTS + part), count=1)
@@ -219,6 +232,7 @@ def _loader(queue, buffers, barriers, descs, tiles, lengths, sizes: gl.constexpr
     SLOTS: gl.constexpr = sizes.KEY_SLOTS
     G: gl.constexpr = H // sizes.K
     WIDE: gl.constexpr = D > 128  # halves are channels, not keys
+    ROPES: gl.constexpr = 2 if sizes.R > 0 else 0
     kv_full, kv_empty, q_full, q_empty, do_full, do_empty = barriers
     count = (lengths.S + BLOCK_K - 1) // BLOCK_K * lengths.B * sizes.K
     done = 0  # steps of earlier tiles
@@ -230,18 +244,24 @@ def _loader(queue, buffers, barriers, descs, tiles, lengths, sizes: gl.constexpr
         # Keys and values of the tile, in two halves each.
         slot = r % SLOTS
         mbarrier.wait(kv_empty.index(slot), ((r // SLOTS) & 1) ^ 1)
-        mbarrier.expect(kv_full.index(slot), 2 * BLOCK_K * D * 2)
+        mbarrier.expect(kv_full.index(slot), 2 * BLOCK_K * D * 2 + ROPES * BLOCK_K * HALF_ROPE * 2)
         for half in gl.static_range(2):
             row = n * BLOCK_K + (0 if WIDE else half * 64)
             column = half * 128 if WIDE else 0
             tma.async_copy_global_to_shared(descs.k, [b, g, row, column], kv_full.index(slot), buffers.k.index(slot * 2 + half))
             tma.async_copy_global_to_shared(descs.v, [b, g, row, column], kv_full.index(slot), buffers.v.index(slot * 2 + half))
+            for part in gl.static_range(ROPES):
+                tma.async_copy_global_to_shared(descs.k_rope, [b, 0, row, part * HALF_ROPE], kv_full.index(slot), buffers.k_rope.index(half * 2 + part))
         # Queries and cotangents of every step.
         steps = (hi - lo) * G
         for e in range(steps):
             head, m = _step(e, hi, G)
             h = g * G + head
-            _load(descs.q, descs.lse, buffers.q, buffers.lse, q_full, q_empty, b, h, b * H + h, m * BLOCK_Q, done + e, sizes)
+            _load(descs.q, descs.lse, buffers.q, buffers.lse, q_full, q_empty, b, h, b * H + h, m * BLOCK_Q, done + e, sizes, ROPES)
+            for part in gl.static_range(ROPES):
+                at = (done + e) % sizes.NUM_STAGES
+                place = [b, h, m * BLOCK_Q, part * HALF_ROPE]
+                tma.async_copy_global_to_shared(descs.q_rope, place, q_full.index(at), buffers.q_rope.index(at * 2 + part))
             _load(descs.do, descs.delta, buffers.do, buffers.delta, do_full, do_empty, b, h, b * H + h, m * BLOCK_Q, done + e, sizes)
         done += steps
         r += 1
@@ -250,14 +270,14 @@ def _loader(queue, buffers, barriers, descs, tiles, lengths, sizes: gl.constexpr
 
 
 @gluon.jit
-def _load(desc, terms_desc, tiles, terms, full, empty, b, h, bh, row, s, sizes: gl.constexpr):
-    """Queries with the logarithms of their sums, or cotangents with their deltas, of step `s`."""
+def _load(desc, terms_desc, tiles, terms, full, empty, b, h, bh, row, s, sizes: gl.constexpr, ROPES: gl.constexpr = 0):
+    """Queries with the logarithms of their sums, or cotangents with their deltas, of step `s`; so many boxes of second parts come with them."""
     D: gl.constexpr = sizes.D
     STAGES: gl.constexpr = sizes.NUM_STAGES
     HALVES: gl.constexpr = 2 if D > 128 else 1
     at = s % STAGES
     mbarrier.wait(empty.index(at), ((s // STAGES) & 1) ^ 1)
-    mbarrier.expect(full.index(at), sizes.BLOCK_Q * (D * 2 + 4))
+    mbarrier.expect(full.index(at), sizes.BLOCK_Q * (D * 2 + 4 + ROPES * HALF_ROPE * 2))
     for half in gl.static_range(HALVES):
         tma.async_copy_global_to_shared(desc, [b, h, row, half * 128], full.index(at), tiles.index(at * HALVES + half))
     # The terms of the softmax, `[BLOCK_Q]`.
@@ -286,25 +306,35 @@ def _operands(pointers, lengths, terms, HEAD_D: gl.constexpr, HEAD_V: gl.constex
     STAGES: gl.constexpr = sizes.NUM_STAGES
     BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
     B, T, S, _ = lengths
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr = pointers
+    R: gl.constexpr = sizes.R
+    q_ptr, k_ptr, k_rope_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr = pointers
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    q_desc = _described(q_ptr, B, T, sizes.H, HEAD_D, BLOCK_Q, COLUMNS)
+    q_desc = _described(q_ptr, B, T, sizes.H, HEAD_D, BLOCK_Q, COLUMNS, R)
     do_desc = _described(do_ptr, B, T, sizes.H, HEAD_V, BLOCK_Q, COLUMNS)
     k_desc = _described(k_ptr, B, S, sizes.K, HEAD_D, KEYS, COLUMNS)
     v_desc = _described(v_ptr, B, S, sizes.K, HEAD_V, KEYS, COLUMNS)
     dk_desc = _described(dk_ptr, B, S, sizes.K, HEAD_D, KEYS, COLUMNS)
     dv_desc = _described(dv_ptr, B, S, sizes.K, HEAD_V, KEYS, COLUMNS)
-    dq_desc = _described(dq_ptr, B, T, sizes.H, HEAD_D, 64, sizes.DQ_COLUMNS)
+    dq_desc = _described(dq_ptr, B, T, sizes.H, HEAD_D, 64, sizes.DQ_COLUMNS, R)
     k = _tiles_of(dtype, sizes.KEY_SLOTS * 2, KEYS, COLUMNS)
     v = _tiles_of(dtype, sizes.KEY_SLOTS * 2, KEYS, COLUMNS)
     q = _tiles_of(dtype, STAGES * HALVES, BLOCK_Q, COLUMNS)
     do = _tiles_of(dtype, STAGES * HALVES, BLOCK_Q, COLUMNS)
     dqs = _tiles_of(gl.float32, sizes.DQ_SLOTS, 64, sizes.DQ_COLUMNS)
+    q_rope, k_rope, dq_ropes = q, k, dqs
+    q_rope_desc, k_rope_desc, dq_rope_desc = q_desc, k_desc, dq_desc
+    if R > 0:
+        q_rope_desc = _described(q_ptr + HEAD_D, B, T, sizes.H, R, BLOCK_Q, HALF_ROPE, HEAD_D)
+        k_rope_desc = _described(k_rope_ptr, B, S, 1, R, KEYS, HALF_ROPE)
+        dq_rope_desc = _described(dq_ptr + HEAD_D, B, T, sizes.H, R, 64, HALF_ROPE, HEAD_D)
+        q_rope = _tiles_of(dtype, STAGES * 2, BLOCK_Q, HALF_ROPE)
+        k_rope = _tiles_of(dtype, CONSUMERS * 2, KEYS, HALF_ROPE)
+        dq_ropes = _tiles_of(gl.float32, sizes.DQ_SLOTS, 64, HALF_ROPE)
     # The terms of the softmax, a row for each head.
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     lse_desc = tma.make_tensor_descriptor(lse_ptr, [B * sizes.H, terms], [terms, 1], [1, BLOCK_Q], layout)
     delta_desc = tma.make_tensor_descriptor(delta_ptr, [B * sizes.H, terms], [terms, 1], [1, BLOCK_Q], layout)
     lse = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_Q], layout)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_Q], layout)
-    descs = Descs(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc)
-    return descs, (dk_desc, dv_desc), dq_desc, Buffers(k, v, q, do, lse, delta), dqs
+    descs = Descs(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_rope_desc, k_rope_desc)
+    return descs, (dk_desc, dv_desc), (dq_desc, dq_rope_desc), Buffers(k, v, q, do, lse, delta, k_rope, q_rope), (dqs, dq_ropes)

@@ -67,6 +67,8 @@ def problem_unfit(problem: Problem) -> str | None:
         return "takes no lists of tiles"
     if problem.flag("soft_cap") and tile_sizes.padded_width(problem) > WIDEST:
         return f"takes a soft cap at head dims up to {WIDEST}"
+    if problem.flag("soft_cap") and tile_sizes.rotary(problem):
+        return "takes no soft cap beside keys in two parts"
     return None
 
 
@@ -90,10 +92,12 @@ def tile_unfit(tile: Any, problem: Problem) -> str | None:
 def shared_memory(tile: Any, problem: Problem) -> int:
     """The bytes that a program takes: keys and values, stages of queries and cotangents with their terms, gradients of the scores twice, parts of
     `dq`, barriers."""
-    width = tile_sizes.padded_width(problem)
-    keys = 2 * tile.block_k * width * 2
-    streamed = 2 * tile.num_stages * tile.block_q * (width * 2 + 4)
+    width, rope = tile_sizes.padded_width(problem), tile_sizes.padded_rope(problem)
+    keys = 2 * tile.block_k * (2 * width + rope)
+    streamed = 2 * tile.num_stages * tile.block_q * (2 * width + 4 + rope)
     scores, parts = 2 * tile.block_k * tile.block_q * 2, 65536
+    if rope:  # score gradients and `dq` once
+        scores, parts = scores // 2, tile.block_q * (width + rope) * 4
     if width > WIDEST:  # and the weights
         scores *= 2
     if width <= NARROWEST:  # keys twice, and their gradients; a part for each of three writers
