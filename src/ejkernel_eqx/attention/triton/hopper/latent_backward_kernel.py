@@ -88,14 +88,18 @@ def _consumer(queue, buffers, dss, dq_buffers, barriers, out_descs, dk_rope_ptr,
                     qk = _hidden(qk, first_key, m * SIZE, b, lengths, row_arrays, masking, float("-inf"))
             p = gl.exp2(qk * scoring.MULTIPLIER).to(dtype)  # [64, 64]
             # dv = p^T do, under the score gradients.
+            _await_named(1 + W)
+            dss.index(W).store(p)
+            fence_async_shared()
             mbarrier.wait(do_full.index(at), (s // NUM_STAGES) & 1)
             dp = _less(deltas.index(at), 1.0)
             dp = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
-            dv = warpgroup_mma(gl.convert_layout(p, weights_layout), do, dv, is_async=True)
+            dv = warpgroup_mma(dss.index(W), do, dv, is_async=True)
             dp = warpgroup_mma_wait(1, deps=[dp])  # [64, 64]
+            p = dss.index(W).load(scores_layout)
             ds = (p.to(gl.float32) * dp).to(dtype)  # [64, 64]
             # When the other consumer has multiplied those of the step before.
-            _await_named(1 + W)
+            dv = warpgroup_mma_wait(0, deps=[dv])
             dss.index(W).store(ds)
             fence_async_shared()
             # dk = ds^T q, and dq = ds k when both consumers' score gradients are there.
@@ -108,13 +112,13 @@ def _consumer(queue, buffers, dss, dq_buffers, barriers, out_descs, dk_rope_ptr,
             dq = gl.zeros([SIZE, 64], gl.float32, scores_layout)
             dq = warpgroup_mma(first, ks.index(0).reshape([SIZE, D]).slice(W * 64, 64, dim=1), dq, use_acc=False, is_async=True)
             dq = warpgroup_mma(second, ks.index(1).reshape([SIZE, D]).slice(W * 64, 64, dim=1), dq, is_async=True)
+            dk, dk_rope_0, dk_rope_1 = warpgroup_mma_wait(2, deps=[dk, dk_rope_0, dk_rope_1])
+            mbarrier.arrive(q_empty.index(at), count=1)
+            mbarrier.arrive(do_empty.index(at), count=1)
+            dq = warpgroup_mma_wait(0, deps=[dq])  # [64, 64]
             dq_rope = gl.zeros([SIZE, HALF_ROPE], gl.float32, rope_layout)
             dq_rope = warpgroup_mma(first, _rope(k_ropes, W), dq_rope, use_acc=False, is_async=True)
             dq_rope = warpgroup_mma(second, _rope(k_ropes, 2 + W), dq_rope, is_async=True)
-            dk, dk_rope_0, dk_rope_1, dv = warpgroup_mma_wait(4, deps=[dk, dk_rope_0, dk_rope_1, dv])
-            mbarrier.arrive(q_empty.index(at), count=1)
-            mbarrier.arrive(do_empty.index(at), count=1)
-            dq = warpgroup_mma_wait(2, deps=[dq])  # [64, 64]
             full = _await_box(dq_buffers, s, W, sizes)
             dq_buffers.boxes.index(W).reshape([SIZE, 64]).store(dq)
             dq_rope = warpgroup_mma_wait(0, deps=[dq_rope])  # [64, 32]
