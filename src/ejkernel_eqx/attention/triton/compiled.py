@@ -101,27 +101,29 @@ def by_request(problem: Problem, device: DeviceFacts) -> str | None:
     return None
 
 
-def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
-    """The first preferred tile of each kernel that fits the device's shared memory, or Hopper's kernel where it is the faster one."""
-    first = lambda kernel: _fitting(kernel, tile_sizes.preferred, problem, device)[0]
-    tiles = {kernel: first(kernel) for kernel in tile_sizes.KERNELS}
+def default_config(problem: Problem, device: DeviceFacts, sizes: Any = tile_sizes) -> TritonConfig:
+    """The first preferred tile of each kernel that fits the device's shared memory, or Hopper's kernel where it is the faster one. `sizes`: the module
+    that knows the tiles of Triton's kernels."""
+    tiles = {kernel: _fitting(kernel, sizes.preferred, problem, device, sizes)[0] for kernel in tile_sizes.KERNELS}
     for kernel, choice in _HOPPER.items():
         if not choice.not_chosen(problem, device):
             tiles[kernel] = _hopper_tiles(kernel, problem, device)[0]
     return TritonConfig(**tiles, **_arithmetic(device))
 
 
-def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
+def candidates(problem: Problem, device: DeviceFacts, sizes: Any = tile_sizes) -> list[TritonConfig]:
     """Configurations worth timing, the heuristic first. Each takes the next tile of every kernel."""
-    heuristic = default_config(problem, device)
+    heuristic = default_config(problem, device, sizes)
     columns = []
     for kernel in tile_sizes.KERNELS:
-        tiles = _hopper_tiles(kernel, problem, device) + _fitting(kernel, tile_sizes.choices, problem, device)
+        tiles = _hopper_tiles(kernel, problem, device) + _fitting(kernel, sizes.choices, problem, device, sizes)
         columns.append(list(dict.fromkeys([getattr(heuristic, kernel), *tiles]))[:_MOST_CANDIDATES])
     return [TritonConfig(*tiles, **_arithmetic(device)) for tiles in rows_of(columns)]
 
 
-def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str | None:
+def config_unsupported(
+    config: TritonConfig, problem: Problem, device: DeviceFacts, sizes: Any = tile_sizes
+) -> str | None:
     """Says why tiles cannot fit the device's shared memory, by an upper estimate; the smallest tiles are left to the compiler."""
     for kernel in tile_sizes.KERNELS:
         tile = getattr(config, kernel)
@@ -131,23 +133,25 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
                 reason = _HOPPER[kernel].config_unfit(tile, problem, device)
             if reason is not None:
                 return f"{kernel} with hopper_programs={tile.hopper_programs} {reason}"
-        needed, sizes = _needed_memory(kernel, problem, tile), f"{tile.block_q}x{tile.block_k}"
+        needed, shape = _needed_memory(kernel, problem, device, tile, sizes), f"{tile.block_q}x{tile.block_k}"
         if problem.flag("log_forget") and max(tile.block_q, tile.block_k) > log_forget.CHUNK:
-            return f"{kernel} takes tiles of up to {log_forget.CHUNK} queries and keys with log_forget, not {sizes}"
-        reason = too_large(kernel, sizes, tile.num_stages, needed, device)
+            return f"{kernel} takes tiles of up to {log_forget.CHUNK} queries and keys with log_forget, not {shape}"
+        reason = too_large(kernel, shape, tile.num_stages, needed, device)
         if reason is not None and tile != _SMALLEST:
             return reason
     return None
 
 
-def adapted(config: TritonConfig, problem: Problem, device: DeviceFacts) -> TritonConfig:
+def adapted(
+    config: TritonConfig, problem: Problem, device: DeviceFacts, sizes: Any = tile_sizes
+) -> TritonConfig:
     """Keeps the tiles, except for those of Hopper's kernels: whether they run, and with which tile, depends on the number of tiles, on the device
     and on the software."""
-    fit, tiles = default_config(problem, device), {}
+    fit, tiles = default_config(problem, device, sizes), {}
     for kernel in tile_sizes.KERNELS:
         tile = getattr(config, kernel)
         alone = dataclasses.replace(fit, **{kernel: tile})
-        if tile.hopper_programs and (kernel == "forward" or config_unsupported(alone, problem, device)):
+        if tile.hopper_programs and (kernel == "forward" or config_unsupported(alone, problem, device, sizes)):
             tiles[kernel] = getattr(fit, kernel)
     return dataclasses.replace(config, **tiles)
 
@@ -173,15 +177,18 @@ def _hopper_tiles(kernel: str, problem: Problem, device: DeviceFacts) -> list[Ti
     return [TileConfig(*size) for size in sizes]
 
 
-def _needed_memory(kernel: str, problem: Problem, tile: TileConfig) -> int:
+def _needed_memory(kernel: str, problem: Problem, device: DeviceFacts, tile: TileConfig, sizes: Any) -> int:
     if tile.hopper_programs:
         return _HOPPER[kernel].shared_memory(tile, problem)
-    return tile_sizes.shared_memory(kernel, problem, tile.block_q, tile.block_k, tile.num_stages)
+    return sizes.shared_memory(kernel, problem, device, tile)
 
 
-def _fitting(kernel: str, sizes: Sizes, problem: Problem, device: DeviceFacts) -> list[TileConfig]:
-    tiles = [TileConfig(*tile) for tile in sizes(kernel, problem, device)]
-    return fitting(tiles, lambda tile: _needed_memory(kernel, problem, tile), device) or [_SMALLEST]
+def _fitting(
+    kernel: str, choices: Sizes, problem: Problem, device: DeviceFacts, sizes: Any
+) -> list[TileConfig]:
+    tiles = [TileConfig(*tile) for tile in choices(kernel, problem, device)]
+    needed = lambda tile: _needed_memory(kernel, problem, device, tile, sizes)
+    return fitting(tiles, needed, device) or [_SMALLEST]
 
 
 def _check_hopper(

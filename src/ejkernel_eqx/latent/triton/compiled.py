@@ -3,10 +3,9 @@
 import functools
 
 from ...attention.triton import compiled as attention
-from ...attention.triton.compiled import TileConfig, TritonConfig
+from ...attention.triton.compiled import TritonConfig
 from ...core.platforms import Interpreted, kernels_unavailable
 from ...dispatch import DeviceFacts, Problem
-from ...launch.sizes import fitting, rows_of, too_large
 from ..over_attention import halves
 from ..over_attention import PARTS as PARTS
 from . import tile_sizes
@@ -14,7 +13,6 @@ from . import tile_sizes
 OPAQUE = True
 MAX_DIM = 128
 config_type = TritonConfig
-_SMALLEST = TileConfig(16, 16, 4, 1)
 
 unavailable = kernels_unavailable
 
@@ -28,35 +26,16 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
     return None
 
 
-def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
-    """The first preferred tile of each kernel that fits the device's shared memory."""
-    return candidates(problem, device)[0]
-
-
-def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
-    """Configurations worth timing, the heuristic first. Each takes the next tile of every kernel."""
-    columns = []
-    for kernel in tile_sizes.KERNELS:
-        tiles = [TileConfig(*tile) for tile in tile_sizes.choices(kernel, problem, device)]
-        needed = functools.partial(tile_sizes.shared_memory, kernel, problem, device)
-        # The estimate is an upper one, so the smallest tile stays even if it seems too large.
-        columns.append(fitting(tiles, needed, device) or [_SMALLEST])
-    how = {} if device.vendor == "nvidia" else {"fast_tanh": False, "float32_dot": "ieee"}
-    return [TritonConfig(*tiles, **how) for tiles in rows_of(columns)]
-
-
-def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str | None:
-    """The reason why tiles cannot fit the device's shared memory, by an upper estimate; the smallest tiles are left to the compiler."""
-    for kernel in tile_sizes.KERNELS:
-        tile = getattr(config, kernel)
-        needed = tile_sizes.shared_memory(kernel, problem, device, tile)
-        sizes = f"{tile.block_q}x{tile.block_k}"
-        reason = too_large(kernel, sizes, tile.num_stages, needed, device)
-        if reason is not None and tile != _SMALLEST:
-            return reason
-    return None
-
-
+default_config, candidates, config_unsupported, adapted = (
+    functools.partial(function, sizes=tile_sizes)
+    for function in (
+        attention.default_config,
+        attention.candidates,
+        attention.config_unsupported,
+        attention.adapted,
+    )
+)
+remark = attention.remark
 forward, backward = halves(attention)
 
 

@@ -48,6 +48,9 @@ def choices(kernel: str, problem: Problem, device: DeviceFacts) -> list[Sizes]:
     return list(tiles)
 
 
+preferred = choices
+
+
 def _is_ragged(problem: Problem) -> bool:
     return any(problem.flag(name) for name in ("rows", "segments", "bias", "mask", "tiles"))
 
