@@ -71,7 +71,7 @@ def _consumer(queue, buffers, dss, dq_buffers, barriers, out_descs, row_arrays, 
     G: gl.constexpr = sizes.H // sizes.K
     # Scores a step ahead, under the storing of `dq`, pay where nothing is hidden; with a branch that hides they cost 8%.
     AHEAD: gl.constexpr = not masking.GUARD
-    ks, vs, qs, dos, lses, deltas, _, _ = buffers
+    ks, vs, qs, dos, lses, deltas, _k_ropes, _q_ropes = buffers
     kv_full, kv_empty, q_full, q_empty, do_full, do_empty = barriers
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     part_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])

@@ -128,7 +128,7 @@ def _consumer(buffers, barriers, out_desc, lse_ptr, sinks_ptr, lists, lengths, W
     BOUNDED: gl.constexpr = scoring.BOUNDED
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.BLOCK_V, 16])
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    qs, ks, vs, staging, _, _ = buffers
+    qs, ks, vs, staging, _q_ropes, _k_ropes = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     T = lengths.T
     dtype: gl.constexpr = qs.index(0).dtype

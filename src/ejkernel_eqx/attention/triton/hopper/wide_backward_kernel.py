@@ -39,7 +39,7 @@ def _consumer(queue, buffers, ps, dss, dq_buffers, barriers, out_descs, row_arra
               masking: gl.constexpr):
     """Sums channels `128 W` to `128 W + 127` of `dk` and `dv`, and computes those of every `dq`."""
     G: gl.constexpr = sizes.H // sizes.K
-    ks, vs, qs, dos, lses, deltas, _, _ = buffers
+    ks, vs, qs, dos, lses, deltas, _k_ropes, _q_ropes = buffers
     kv_full, kv_empty, q_full, q_empty, do_full, do_empty = barriers
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 16])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
