@@ -12,7 +12,7 @@ from ...dispatch import DeviceFacts, FORWARD, Problem
 from ...launch import given, Launcher, LOG2E, NOTHING, result, result_like
 from ...launch.fields import Block, check_fields, Count, Float32Dot, Programs, Registers, RowBlock, Warps
 from ...launch.sizes import cdiv, fitting, padded, rows_of, too_large
-from .. import log_forget
+from .. import log_forget, xla
 from ..core import problem_of
 from ..cotangents import clean_cotangent, row_terms, sinks_gradient, sum_batch
 from ..masks import tile_table
@@ -32,6 +32,8 @@ PARTS = {
     "query_gradient": "q bias alibi_slopes sinks",
 }  # Hopper's key gradients come with `q`
 MAX_HEAD_DIM = 256
+WIDE_TILE = 1024
+"""Queries, and keys, of a tile of XLA's backward for wider heads."""
 GATES = 2  # of the kernels' ALIBI, `tile.GATES`
 _CACHED_BYTES = 24 * 2**20
 _MOST_CANDIDATES = 12  # of each kernel
@@ -90,9 +92,14 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
         return "takes float32, float16 and bfloat16, not float64"
     if problem.flag("score_mod"):
         return "takes a score_mod only if it is cap * tanh(score / cap) + slope[head] * (key - query), or one of the two"
-    if max(problem.dim("D"), problem.dim("V")) > MAX_HEAD_DIM:
-        return f"takes head dims up to {MAX_HEAD_DIM}, not D {problem.dim('D')} and V {problem.dim('V')}"
+    if _is_wide(problem) and (reason := hopper.too_short(problem) or hopper.unfit(problem, device)) is not None:
+        return f"takes head dims above {MAX_HEAD_DIM} by Hopper's kernel, which {reason}"
     return None
+
+
+def _is_wide(problem: Problem) -> bool:
+    """Tells whether heads are too wide for Triton's kernels: the forward is Hopper's, the backward XLA's."""
+    return max(problem.dim("D"), problem.dim("V")) > MAX_HEAD_DIM
 
 
 def by_request(problem: Problem, device: DeviceFacts) -> str | None:
@@ -125,6 +132,8 @@ def config_unsupported(
     config: TritonConfig, problem: Problem, device: DeviceFacts, sizes: Any = tile_sizes
 ) -> str | None:
     """Says why tiles cannot fit the device's shared memory, by an upper estimate; the smallest tiles are left to the compiler."""
+    if _is_wide(problem) and not config.forward.hopper_programs:
+        return f"forward takes head dims above {MAX_HEAD_DIM} with hopper_programs"
     for kernel in tile_sizes.KERNELS:
         tile = getattr(config, kernel)
         if tile.hopper_programs:
@@ -263,6 +272,9 @@ def gradients(
     k_rope: Array | None = None,
 ) -> tuple[AttentionGrads, Array | None]:
     """Works as `backward`, and the gradient of `k_rope` (see `forward`), in float32."""
+    if max(arrays.q.shape[-1], arrays.v.shape[-1]) > MAX_HEAD_DIM:
+        tile = xla.XlaTile(WIDE_TILE, WIDE_TILE)
+        return xla.backward(arrays, spec, xla.XlaConfig(tile, tile), out, lse, dout, dlse), None
     _check_hopper("key_gradient", config, arrays, spec, k_rope)
     arrays, spec = explicit_ranges(arrays, spec)
     delta, empty = row_terms(arrays, out, lse, dout, dlse)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ....launch import Launcher, NOTHING, result, result_like
-from ....launch.sizes import cdiv, padded
+from ....launch.sizes import cdiv
 from ...masks import tile_table
 from ...spec import AttentionArrays, AttentionSpec
 from . import backward_tiles, tile_sizes
@@ -19,10 +19,10 @@ def gradients(
     `empty [B, H, T]`: queries that see no key."""
     from .backward_kernel import hopper_backward_kernel
 
-    (batch, queries, heads, whole), (keys, kv_heads, dim) = arrays.q.shape, arrays.k.shape[1:]
+    (batch, queries, heads, dim), (keys, kv_heads) = arrays.q.shape, arrays.k.shape[1:3]
     do, lse, delta = (launch.arrays[name] for name in ("do", "lse", "delta"))
-    q, k, v, width = arrays.q, arrays.k, arrays.v, padded(dim, tile_sizes.NARROWEST)
-    k_rope, rope = launch.arrays["k_rope"], whole - dim
+    q, k, v, k_rope, rotary = arrays.q, arrays.k, arrays.v, launch.arrays["k_rope"], launch.numbers["R"]
+    width = tile_sizes.widths(dim, v.shape[-1], rotary)
     block_k = tile.block_k
     # The counter that tiles of keys are claimed from, and a semaphore for each tile of `dq`.
     count = cdiv(queries, tile.block_q)
@@ -43,7 +43,7 @@ def gradients(
         hopper_backward_kernel,
         tile,
         {"semaphores": result(semaphores, dtype=jnp.int32), "dq": result(*q.shape), "dk": result_like(k), "dv": result_like(v),
-         "dmore": result(batch, kv_heads, keys, rope) if rope else NOTHING},
+         "dmore": result(batch, kv_heads, keys, rotary) if rotary else NOTHING},
         min(cdiv(keys, block_k) * batch * kv_heads, backward_tiles.PROGRAMS),
         {
             "q": q, "k": k, "k_rope": k_rope, "v": v, "do": do, "lse": jnp.pad(lse, past, constant_values=jnp.inf), "delta": jnp.pad(delta, past), "tiles": tiles,
@@ -51,15 +51,18 @@ def gradients(
         },
         aliases={"zeros": "semaphores"},
         terms=count * tile.block_q,
-        BLOCK_D=width,
+        D=width.first,
+        R=dim - width.first,
+        SHARED=rotary > 0,
+        BLOCK_D=width.D,
         EVEN_K=keys % block_k == 0,
-        GROUP=backward_tiles.together(queries, heads // kv_heads, width, are_alike),
+        GROUP=backward_tiles.together(queries, heads // kv_heads, width.D + width.R, are_alike),
         name="backward_kernel",
     )  # fmt: skip
     dq = results["dq"] * spec.scale
     if visited is not None:  # nothing was stored for the others
         dq = jnp.where(jnp.repeat(visited, tile.block_q, axis=1)[:, :queries, None, None], dq, 0)
-    return dq.astype(q.dtype), results["dk"], results["dmore"].sum(1) if rope else None, results["dv"]
+    return dq.astype(q.dtype), results["dk"], results["dmore"].sum(1) if rotary else None, results["dv"]
 
 
 def order_of(tiles: Array, count: int) -> tuple[Array, Array]:

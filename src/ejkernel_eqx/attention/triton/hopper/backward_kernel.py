@@ -148,11 +148,11 @@ def hopper_backward_kernel(
     semaphores_ptr, dq_ptr, dk_ptr, dmore_ptr, dv_ptr,  # zeros [1 + B H tiles of queries]; float32 as q, as k, float32 [B, K, S, R], as v
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, V: gl.constexpr, R: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_Q: gl.constexpr, NUM_STAGES: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr, FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, ROWS: gl.constexpr, SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr, GROUP: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, ROWS: gl.constexpr, SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr, GROUP: gl.constexpr, SHARED: gl.constexpr,
 ):
     # `dk = scale ds^T q`, `dv = p^T do`, and `dq = ds k` without the scale. `lse`: in units of log2, plus infinity past the end and for rows that see
     # nothing; `delta`: 0 past the end. `semaphores`: how many tiles of keys are claimed, then how many have been added to a tile of `dq`; the first one
-    # is stored, and nothing is where none sees the queries. `dmore`: the gradient of keys' second part, of each head its own. `order`: of those tiles of keys that see a tile of queries, how many are before this one.
+    # is stored, and nothing is where none sees the queries. `dmore`: the gradient of keys' second part if all heads share it, of each head its own. `order`: of those tiles of keys that see a tile of queries, how many are before this one.
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     # Which kernel it is: narrow heads have a group for `dq`, wide ones share channels, not keys, between the consumers.
     NARROW: gl.constexpr = BLOCK_D <= 64
@@ -168,7 +168,7 @@ def hopper_backward_kernel(
     WRITERS: gl.constexpr = 3 if NARROW else 2
     DQ_SLOTS: gl.constexpr = CONSUMERS if WIDE or LATENT else WRITERS * DQ_BOXES
     GUARD: gl.constexpr = LEFT >= 0 or RIGHT >= 0 or ROWS or SEGMENTS or not EVEN_K
-    sizes: gl.constexpr = Sizes(H, K, BLOCK_D, R, BLOCK_Q, BLOCK_K, NUM_STAGES, GROUP, DQ_BOXES, DQ_COLUMNS, DQ_SLOTS, KEY_SLOTS, WRITERS)
+    sizes: gl.constexpr = Sizes(H, K, BLOCK_D, R, SHARED, D + R, BLOCK_Q, BLOCK_K, NUM_STAGES, GROUP, DQ_BOXES, DQ_COLUMNS, DQ_SLOTS, KEY_SLOTS, WRITERS)
     scoring: gl.constexpr = Scoring(SCALE, CAP, FAST_TANH, MULTIPLIER, False, 0)
     masking: gl.constexpr = Masking(LEFT, RIGHT, ROWS, SEGMENTS, ROWS or SEGMENTS, EVEN_K, GUARD)
     lengths = Lengths(B, T, S, offset)
@@ -211,9 +211,13 @@ def hopper_backward_kernel(
             (_writer, (queue, dq_buffers, dq_descs, tiles, lengths, 2, sizes, masking)),
         ], [4, 4, 1, 1, 1, 1], [200, 96, 24, 24, 24, 24])
     elif LATENT:
+        # Where the gradient of the keys' second part is stored: of each head alone, or behind the first part.
+        dk_rope = dmore_ptr
+        if not SHARED:
+            dk_rope = dk_ptr + D
         gl.warp_specialize([
-            (_latent_consumer, (queue, buffers, dss, dq_buffers, barriers, out_descs, dmore_ptr, row_arrays, tiles, lengths, 0, sizes, scoring, masking)),
-            (_latent_consumer, (queue, buffers, dss, dq_buffers, barriers, out_descs, dmore_ptr, row_arrays, tiles, lengths, 1, sizes, scoring, masking)),
+            (_latent_consumer, (queue, buffers, dss, dq_buffers, barriers, out_descs, dk_rope, row_arrays, tiles, lengths, 0, sizes, scoring, masking)),
+            (_latent_consumer, (queue, buffers, dss, dq_buffers, barriers, out_descs, dk_rope, row_arrays, tiles, lengths, 1, sizes, scoring, masking)),
             (_loader, (queue, buffers, barriers, descs, tiles, lengths, sizes, masking)),
             (_writer, (queue, dq_buffers, dq_descs, tiles, lengths, 0, sizes, masking)),
             (_writer, (queue, dq_buffers, dq_descs, tiles, lengths, 1, sizes, masking)),

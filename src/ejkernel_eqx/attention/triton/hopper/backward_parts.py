@@ -33,8 +33,8 @@ from .work_queue import (
 CONSUMERS = gl.constexpr(2)
 HALF_ROPE = gl.constexpr(32)
 """Channels of a box of keys' second part."""
-# Heads, padded channels and tiles; R: channels of keys' second part, 0 without one. DQ_...: boxes of a tile of `dq`, their columns, and how many boxes shared memory holds; KEY_SLOTS: tiles of keys there.
-Sizes = namedtuple("Sizes", "H K D R BLOCK_Q BLOCK_K NUM_STAGES GROUP DQ_BOXES DQ_COLUMNS DQ_SLOTS KEY_SLOTS WRITERS")  # fmt: skip
+# Heads, padded channels and tiles; R: channels of keys' second part, 0 without one; SHARED: all heads have the same; HEAD: channels of both. DQ_...: boxes of a tile of `dq`, their columns, and how many boxes shared memory holds; KEY_SLOTS: tiles of keys there.
+Sizes = namedtuple("Sizes", "H K D R SHARED HEAD BLOCK_Q BLOCK_K NUM_STAGES GROUP DQ_BOXES DQ_COLUMNS DQ_SLOTS KEY_SLOTS WRITERS")  # fmt: skip
 # Shared memory for what is loaded, and its barriers. Second parts are the first ones if there are none.
 Buffers = namedtuple("Buffers", "k v q do lse delta k_rope q_rope")
 Barriers = namedtuple("Barriers", "kv_full kv_empty q_full q_empty do_full do_empty")
@@ -251,7 +251,7 @@ def _loader(queue, buffers, barriers, descs, tiles, lengths, sizes: gl.constexpr
             tma.async_copy_global_to_shared(descs.k, [b, g, row, column], kv_full.index(slot), buffers.k.index(slot * 2 + half))
             tma.async_copy_global_to_shared(descs.v, [b, g, row, column], kv_full.index(slot), buffers.v.index(slot * 2 + half))
             for part in gl.static_range(ROPES):
-                tma.async_copy_global_to_shared(descs.k_rope, [b, 0, row, part * HALF_ROPE], kv_full.index(slot), buffers.k_rope.index(half * 2 + part))
+                tma.async_copy_global_to_shared(descs.k_rope, [b, 0 if sizes.SHARED else g, row, part * HALF_ROPE], kv_full.index(slot), buffers.k_rope.index(half * 2 + part))
         # Queries and cotangents of every step.
         steps = (hi - lo) * G
         for e in range(steps):
@@ -311,9 +311,10 @@ def _operands(pointers, lengths, terms, HEAD_D: gl.constexpr, HEAD_V: gl.constex
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     q_desc = _described(q_ptr, B, T, sizes.H, HEAD_D, BLOCK_Q, COLUMNS, R)
     do_desc = _described(do_ptr, B, T, sizes.H, HEAD_V, BLOCK_Q, COLUMNS)
-    k_desc = _described(k_ptr, B, S, sizes.K, HEAD_D, KEYS, COLUMNS)
+    OTHER: gl.constexpr = 0 if sizes.SHARED else R
+    k_desc = _described(k_ptr, B, S, sizes.K, HEAD_D, KEYS, COLUMNS, OTHER)
     v_desc = _described(v_ptr, B, S, sizes.K, HEAD_V, KEYS, COLUMNS)
-    dk_desc = _described(dk_ptr, B, S, sizes.K, HEAD_D, KEYS, COLUMNS)
+    dk_desc = _described(dk_ptr, B, S, sizes.K, HEAD_D, KEYS, COLUMNS, OTHER)
     dv_desc = _described(dv_ptr, B, S, sizes.K, HEAD_V, KEYS, COLUMNS)
     dq_desc = _described(dq_ptr, B, T, sizes.H, HEAD_D, 64, sizes.DQ_COLUMNS, R)
     k = _tiles_of(dtype, sizes.KEY_SLOTS * 2, KEYS, COLUMNS)
@@ -325,7 +326,10 @@ def _operands(pointers, lengths, terms, HEAD_D: gl.constexpr, HEAD_V: gl.constex
     q_rope_desc, k_rope_desc, dq_rope_desc = q_desc, k_desc, dq_desc
     if R > 0:
         q_rope_desc = _described(q_ptr + HEAD_D, B, T, sizes.H, R, BLOCK_Q, HALF_ROPE, HEAD_D)
-        k_rope_desc = _described(k_rope_ptr, B, S, 1, R, KEYS, HALF_ROPE)
+        if sizes.SHARED:
+            k_rope_desc = _described(k_rope_ptr, B, S, 1, R, KEYS, HALF_ROPE)
+        else:
+            k_rope_desc = _described(k_ptr + HEAD_D, B, S, sizes.K, R, KEYS, HALF_ROPE, HEAD_D)
         dq_rope_desc = _described(dq_ptr + HEAD_D, B, T, sizes.H, R, 64, HALF_ROPE, HEAD_D)
         q_rope = _tiles_of(dtype, STAGES * 2, BLOCK_Q, HALF_ROPE)
         k_rope = _tiles_of(dtype, CONSUMERS * 2, KEYS, HALF_ROPE)

@@ -52,8 +52,9 @@ QUEUE_SLOTS = gl.constexpr(2)
 WORDS = gl.constexpr(6)
 # An item of the queue: a tile of queries, its bounds as in `key_tiles`, and the kind of its keys as in `scores.SCATTERED`.
 Work = namedtuple("Work", "t lo full_lo full_hi hi kind")
-# Heads, channels as they are and padded, and tiles; R: those of keys' second part, of which there is none if it is 0.
-Sizes = namedtuple("Sizes", "CONSUMERS H K D V R BLOCK_D BLOCK_V BLOCK_R BLOCK_Q BLOCK_K NUM_STAGES")
+# Heads, channels as they are and padded, and tiles. R: channels of keys' second part, of which there is none if it is 0; SHARED: all heads have the same one.
+# PARTS: tiles of values for each tile of queries and keys.
+Sizes = namedtuple("Sizes", "CONSUMERS H K D V R SHARED PARTS BLOCK_D BLOCK_V BLOCK_R BLOCK_Q BLOCK_K NUM_STAGES")
 # The second parts of queries and keys are those of the first if there are none.
 Buffers = namedtuple("Buffers", "q k v out q_rope k_rope")
 Barriers = namedtuple("Barriers", "q_full q_empty k_full k_empty v_full v_empty")
@@ -79,10 +80,12 @@ def _scores(q, ks, at, q_rope=None, k_ropes=None, R: gl.constexpr = 0):
     STAGES: gl.constexpr = ks.shape[0]
     BLOCK_K: gl.constexpr = ks.shape[3]
     zero = gl.zeros([ROWS_EACH, BLOCK_K], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16]))
-    k = ks.index(at % STAGES).reshape([BLOCK_K, ks.shape[4]]).permute((1, 0))  # [D, BLOCK_K]
+    # Of one stage always 0, which the compiler is not told: it would keep the addresses of all products, and registers are scarce.
+    stage = at % STAGES if STAGES > 1 else gl.minimum(at, 0)
+    k = ks.index(stage).reshape([BLOCK_K, ks.shape[4]]).permute((1, 0))  # [D, BLOCK_K]
     qk = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
     if R > 0:
-        k_rope = k_ropes.index(at % STAGES).reshape([BLOCK_K, k_ropes.shape[4]]).permute((1, 0))  # [R, BLOCK_K]
+        k_rope = k_ropes.index(stage).reshape([BLOCK_K, k_ropes.shape[4]]).permute((1, 0))  # [R, BLOCK_K]
         qk = warpgroup_mma(q_rope, k_rope, qk, is_async=True)
     return qk
 
@@ -198,7 +201,7 @@ def _consumer(queue, buffers, barriers, outputs, sinks_ptr, tiles, row_arrays, l
     while t >= 0:
         # Which queries, and what they see.
         count = (T + BLOCK_Q - 1) // BLOCK_Q
-        m, bh = t % count, t // count
+        m, part, bh = t % count, t // count % sizes.PARTS, t // count // sizes.PARTS
         b, h = bh // sizes.H, bh % sizes.H
         if not TABLE:
             upcoming = gl.load(tiles.schedule + (r + 1) * gl.num_programs(0) + gl.program_id(0))
@@ -267,7 +270,7 @@ def _consumer(queue, buffers, barriers, outputs, sinks_ptr, tiles, row_arrays, l
         mbarrier.arrive(v_empty.index((done - 1) % NUM_STAGES), count=1)
         total, some, lse = _log_sums(top, total, BOUNDED)
         gl.store(lse_ptr + gl.to_tensor(bh).to(gl.int64) * T + rows, lse, mask=rows < T)
-        _store_out(acc, total, some, buffers.out.index(W), out_desc, [b, h, row, 0])
+        _store_out(acc, total, some, buffers.out.index(W), out_desc, [b, h, row, part * V])
         if IN_PLACE:
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(W), count=1)
@@ -288,18 +291,21 @@ def _loader(queue, buffers, barriers, operands, tiles, lengths, sizes: gl.conste
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     q_ptr, k_ptr, k_rope_ptr, v_ptr = operands
     B, T, S, offset = lengths
-    k_desc = _described(k_ptr, B, S, sizes.K, sizes.D, BLOCK_K, sizes.BLOCK_D)
+    k_desc = _described(k_ptr, B, S, sizes.K, sizes.D, BLOCK_K, sizes.BLOCK_D, 0 if sizes.SHARED else sizes.R)
     q_desc = _described(q_ptr, B, T, H, sizes.D, ROWS_EACH, sizes.BLOCK_D, sizes.R)
     v_desc = _described(v_ptr, B, S, sizes.K, sizes.V, BLOCK_K, sizes.BLOCK_V)
     q_rope_desc, k_rope_desc = q_desc, k_desc
     if sizes.R > 0:
         q_rope_desc = _described(q_ptr + sizes.D, B, T, H, sizes.R, ROWS_EACH, sizes.BLOCK_R, sizes.D)
-        k_rope_desc = _described(k_rope_ptr, B, S, 1, sizes.R, BLOCK_K, sizes.BLOCK_R)
+        if sizes.SHARED:
+            k_rope_desc = _described(k_rope_ptr, B, S, 1, sizes.R, BLOCK_K, sizes.BLOCK_R)
+        else:
+            k_rope_desc = _described(k_ptr + sizes.D, B, S, sizes.K, sizes.R, BLOCK_K, sizes.BLOCK_R, sizes.D)
     k_descs = (k_desc, k_rope_desc)
     done = 0  # tiles of keys before this tile of queries
     r = 0
     if TABLE:
-        t = _tile_number(gl.program_id(0), T, B * H, BLOCK_Q)
+        t = _tile_number(gl.program_id(0), T, B * H * sizes.PARTS, BLOCK_Q)
         following = _bounds(t, tiles, lengths, sizes)
         lo, hi = following.lo, following.hi
         _push(queue, 0, following, WORDS)
@@ -309,7 +315,7 @@ def _loader(queue, buffers, barriers, operands, tiles, lengths, sizes: gl.conste
         if not TABLE:
             upcoming = gl.load(tiles.schedule + (r + 1) * gl.num_programs(0) + gl.program_id(0))
         count = (T + BLOCK_Q - 1) // BLOCK_Q
-        m, bh = t % count, t // count
+        m, part, bh = t % count, t // count % sizes.PARTS, t // count // sizes.PARTS
         b, h = bh // H, bh % H
         g = h // (H // sizes.K)
         if not TABLE:
@@ -327,14 +333,14 @@ def _loader(queue, buffers, barriers, operands, tiles, lengths, sizes: gl.conste
         # Keys a tile ahead of values.
         for i in range(1, hi - lo):
             _load_keys(k_descs, b, g, (hi - 1 - i) * BLOCK_K, buffers, k_full, k_empty, done + i, sizes)
-            _load(v_desc, b, g, (hi - i) * BLOCK_K, vs, v_full, v_empty, done + i - 1)
+            _load(v_desc, b, g, (hi - i) * BLOCK_K, vs, v_full, v_empty, done + i - 1, part * sizes.BLOCK_V)
         done += hi - lo
         r += 1
         if TABLE:  # while all but the last values are on their way
-            upcoming = _tile_number(gl.num_programs(0) + _claimed(number), T, B * H, BLOCK_Q)
+            upcoming = _tile_number(gl.num_programs(0) + _claimed(number), T, B * H * sizes.PARTS, BLOCK_Q)
             following = _bounds(upcoming, tiles, lengths, sizes)
             _push(queue, r, following, WORDS)
-        _load(v_desc, b, g, lo * BLOCK_K, vs, v_full, v_empty, done - 1)
+        _load(v_desc, b, g, lo * BLOCK_K, vs, v_full, v_empty, done - 1, part * sizes.BLOCK_V)
         t = upcoming
         if TABLE:
             lo, hi = following.lo, following.hi
@@ -342,7 +348,7 @@ def _loader(queue, buffers, barriers, operands, tiles, lengths, sizes: gl.conste
 
 @gluon.jit
 def _tile_number(i, T, rows, BLOCK_Q: gl.constexpr):
-    """Tile number `i` of those that programs claim, -1 behind the last one: the last queries of all rows of batch times heads first."""
+    """Tile number `i` of those that programs claim, -1 behind the last one: the last queries of all rows of batch, heads and parts of values first."""
     tiles = (T + BLOCK_Q - 1) // BLOCK_Q
     return gl.where(i < tiles * rows, i % rows * tiles + (tiles - 1 - i // rows), -1)
 
@@ -353,28 +359,28 @@ def _bounds(t, tiles, lengths, sizes: gl.constexpr):
     _, T, S, _ = lengths
     count = (T + sizes.BLOCK_Q - 1) // sizes.BLOCK_Q
     any_t = gl.maximum(t, 0)
-    b, m = any_t // count // sizes.H, any_t % count
+    b, m = any_t // count // (sizes.H * sizes.PARTS), any_t % count
     lo, full_lo, full_hi, hi = _key_tiles(tiles.bounds, b, m, 0, T, S, sizes.BLOCK_Q, sizes.BLOCK_K, -1, -1, True)
     return Work(t, lo, full_lo, full_hi, hi, gl.load(tiles.kinds + b * count + m))
 
 
 @gluon.jit
-def _load(desc, b, head, row, buffer, full, empty, at, MORE: gl.constexpr = 0):
+def _load(desc, b, head, row, buffer, full, empty, at, column=0, MORE: gl.constexpr = 0):
     """A tile of keys or values as number `at`; so many bytes come with it."""
     STAGES: gl.constexpr = buffer.shape[0]
     s = at % STAGES
     mbarrier.wait(empty.index(s), ((at // STAGES) & 1) ^ 1)
     mbarrier.expect(full.index(s), buffer.shape[3] * buffer.shape[4] * 2 + MORE)
-    tma.async_copy_global_to_shared(desc, [b, head, row, 0], full.index(s), buffer.index(s))
+    tma.async_copy_global_to_shared(desc, [b, head, row, column], full.index(s), buffer.index(s))
 
 
 @gluon.jit
 def _load_keys(descs, b, head, row, buffers, full, empty, at, sizes: gl.constexpr):
-    """A tile of keys as number `at`, with its second part, which all heads share."""
-    _load(descs[0], b, head, row, buffers.k, full, empty, at, sizes.BLOCK_K * sizes.BLOCK_R * 2)
+    """A tile of keys as number `at`, with its second part."""
+    _load(descs[0], b, head, row, buffers.k, full, empty, at, 0, sizes.BLOCK_K * sizes.BLOCK_R * 2)
     if sizes.R > 0:
         s = at % sizes.NUM_STAGES
-        tma.async_copy_global_to_shared(descs[1], [b, 0, row, 0], full.index(s), buffers.k_rope.index(s))
+        tma.async_copy_global_to_shared(descs[1], [b, 0 if sizes.SHARED else head, row, 0], full.index(s), buffers.k_rope.index(s))
 
 
 @gluon.jit
@@ -403,7 +409,7 @@ def hopper_forward_kernel(
     BLOCK_R: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr,
     FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, SINKS: gl.constexpr,
     ROWS: gl.constexpr, SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr, GUARD: gl.constexpr, IN_PLACE: gl.constexpr,
-    RESCALE_THRESHOLD: gl.constexpr,
+    RESCALE_THRESHOLD: gl.constexpr, SHARED: gl.constexpr, PARTS: gl.constexpr,
 ):
     # As `forward_kernel`. `GUARD`: whether any tile of keys is partly hidden, except for keys past the end. Which tiles of keys are seen may be known on
     # the device only, in `tiles_ptr`: then programs have no schedule, and claim the next tile when they have loaded one. Descriptors are made by who uses
@@ -411,7 +417,7 @@ def hopper_forward_kernel(
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     CONSUMERS: gl.constexpr = BLOCK_Q // ROWS_EACH
     BOUNDED: gl.constexpr = CAP > 0 and MULTIPLIER <= BOUND and not SINKS and dtype == gl.bfloat16
-    sizes: gl.constexpr = Sizes(CONSUMERS, H, K, D, V, R, BLOCK_D, BLOCK_V, BLOCK_R, BLOCK_Q, BLOCK_K, NUM_STAGES)
+    sizes: gl.constexpr = Sizes(CONSUMERS, H, K, D, V, R, SHARED, PARTS, BLOCK_D, BLOCK_V, BLOCK_R, BLOCK_Q, BLOCK_K, NUM_STAGES)
     scoring: gl.constexpr = Scoring(SCALE, CAP, FAST_TANH, MULTIPLIER, BOUNDED, RESCALE_THRESHOLD)
     masking: gl.constexpr = Masking(LEFT, RIGHT, ROWS, SEGMENTS, ROWS or SEGMENTS, EVEN_K, GUARD)
     buffers, barriers = _shared_memory(dtype, CONSUMERS, IN_PLACE, sizes)
