@@ -133,7 +133,12 @@ class Descriptor:
 
     def __init__(self, pointer: Pointer, shape: Any, strides: Any, block: Any, layout: Any):
         assert strides[-1] == 1 and all(s * pointer.array.itemsize % 16 == 0 for s in strides[:-1])
-        self.flat, self.shape, self.strides, self.block = pointer.array.reshape(-1)[pointer.at :], shape, strides, block
+        self.flat, self.shape, self.strides, self.block = (
+            pointer.array.reshape(-1)[pointer.at :],
+            shape,
+            strides,
+            block,
+        )
 
     def places(self, at: Any) -> tuple[np.ndarray, np.ndarray]:
         """Where the elements of a box are, and which exist."""

@@ -92,7 +92,10 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
         return "takes float32, float16 and bfloat16, not float64"
     if problem.flag("score_mod"):
         return "takes a score_mod only if it is cap * tanh(score / cap) + slope[head] * (key - query), or one of the two"
-    if _is_wide(problem) and (reason := hopper.too_short(problem) or hopper.unfit(problem, device)) is not None:
+    if (
+        _is_wide(problem)
+        and (reason := hopper.too_short(problem) or hopper.unfit(problem, device)) is not None
+    ):
         return f"takes head dims above {MAX_HEAD_DIM} by Hopper's kernel, which {reason}"
     return None
 
@@ -111,7 +114,9 @@ def by_request(problem: Problem, device: DeviceFacts) -> str | None:
 def default_config(problem: Problem, device: DeviceFacts, sizes: Any = tile_sizes) -> TritonConfig:
     """The first preferred tile of each kernel that fits the device's shared memory, or Hopper's kernel where it is the faster one. `sizes`: the module
     that knows the tiles of Triton's kernels."""
-    tiles = {kernel: _fitting(kernel, sizes.preferred, problem, device, sizes)[0] for kernel in tile_sizes.KERNELS}
+    tiles = {
+        kernel: _fitting(kernel, sizes.preferred, problem, device, sizes)[0] for kernel in tile_sizes.KERNELS
+    }
     for kernel, choice in _HOPPER.items():
         if not choice.not_chosen(problem, device):
             tiles[kernel] = _hopper_tiles(kernel, problem, device)[0]
@@ -123,7 +128,9 @@ def candidates(problem: Problem, device: DeviceFacts, sizes: Any = tile_sizes) -
     heuristic = default_config(problem, device, sizes)
     columns = []
     for kernel in tile_sizes.KERNELS:
-        tiles = _hopper_tiles(kernel, problem, device) + _fitting(kernel, sizes.choices, problem, device, sizes)
+        tiles = _hopper_tiles(kernel, problem, device) + _fitting(
+            kernel, sizes.choices, problem, device, sizes
+        )
         columns.append(list(dict.fromkeys([getattr(heuristic, kernel), *tiles]))[:_MOST_CANDIDATES])
     return [TritonConfig(*tiles, **_arithmetic(device)) for tiles in rows_of(columns)]
 
@@ -160,7 +167,9 @@ def adapted(
     for kernel in tile_sizes.KERNELS:
         tile = getattr(config, kernel)
         alone = dataclasses.replace(fit, **{kernel: tile})
-        if tile.hopper_programs and (kernel == "forward" or config_unsupported(alone, problem, device, sizes)):
+        if tile.hopper_programs and (
+            kernel == "forward" or config_unsupported(alone, problem, device, sizes)
+        ):
             tiles[kernel] = getattr(fit, kernel)
     return dataclasses.replace(config, **tiles)
 

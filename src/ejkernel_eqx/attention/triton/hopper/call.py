@@ -32,7 +32,14 @@ def attended(
         kernel, tables, numbers = _by_lists(arrays, spec, tile, group, programs)
     else:
         kernel, tables, numbers = _by_tiles(launch, arrays, spec, tile, group, programs, width)
-        numbers |= dict(GUARD=hides, D=width.first, R=dim - width.first, BLOCK_R=width.R, SHARED=rotary > 0, PARTS=width.PARTS)
+        numbers |= dict(
+            GUARD=hides,
+            D=width.first,
+            R=dim - width.first,
+            BLOCK_R=width.R,
+            SHARED=rotary > 0,
+            PARTS=width.PARTS,
+        )
         outputs = {"claims": result(1, dtype=jnp.int32), **outputs}
     results = launch(
         kernel,
@@ -54,7 +61,13 @@ _Parts = tuple[Any, dict[str, Any], dict[str, Any]]
 
 
 def _by_tiles(
-    launch: Launcher, arrays: AttentionArrays, spec: AttentionSpec, tile: Any, group: int, programs: int, width: Any
+    launch: Launcher,
+    arrays: AttentionArrays,
+    spec: AttentionSpec,
+    tile: Any,
+    group: int,
+    programs: int,
+    width: Any,
 ) -> _Parts:
     """The kernel that goes from tile to tile of queries: by a schedule, or, if only the device knows what tiles see, as it claims them."""
     from .forward_kernel import hopper_forward_kernel

@@ -54,7 +54,9 @@ WORDS = gl.constexpr(6)
 Work = namedtuple("Work", "t lo full_lo full_hi hi kind")
 # Heads, channels as they are and padded, and tiles. R: channels of keys' second part, of which there is none if it is 0; SHARED: all heads have the same one.
 # PARTS: tiles of values for each tile of queries and keys.
-Sizes = namedtuple("Sizes", "CONSUMERS H K D V R SHARED PARTS BLOCK_D BLOCK_V BLOCK_R BLOCK_Q BLOCK_K NUM_STAGES")
+Sizes = namedtuple(
+    "Sizes", "CONSUMERS H K D V R SHARED PARTS BLOCK_D BLOCK_V BLOCK_R BLOCK_Q BLOCK_K NUM_STAGES"
+)
 # The second parts of queries and keys are those of the first if there are none.
 Buffers = namedtuple("Buffers", "q k v out q_rope k_rope")
 Barriers = namedtuple("Barriers", "q_full q_empty k_full k_empty v_full v_empty")
