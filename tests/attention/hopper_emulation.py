@@ -302,7 +302,7 @@ class Device:
     def _await(self, outstanding: int, deps: Any) -> Any:
         while len(self.own.queue) > outstanding:
             self.own.queue.pop(0).run()
-        values: Any = tuple(dep.value for dep in deps)
+        values: Any = tuple(dep.value if isinstance(dep, Product) else dep for dep in deps)
         assert all(value is not None for value in values), "a product that is not awaited"
         return values if len(values) > 1 else values[0]
 

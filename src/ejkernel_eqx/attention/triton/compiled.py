@@ -32,8 +32,6 @@ PARTS = {
     "query_gradient": "q bias alibi_slopes sinks",
 }  # Hopper's key gradients come with `q`
 MAX_HEAD_DIM = 256
-WIDE_TILE = 1024
-"""Queries, and keys, of a tile of XLA's backward for wider heads."""
 GATES = 2  # of the kernels' ALIBI, `tile.GATES`
 _CACHED_BYTES = 24 * 2**20
 _MOST_CANDIDATES = 12  # of each kernel
@@ -65,7 +63,8 @@ class TileConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TritonConfig:
-    """`forward`, and the backward kernels of the key side (`dk`, `dv`) and the query side (`dq`, bias)."""
+    """`forward`, and the backward kernels of the key side (`dk`, `dv`) and the query side (`dq`, bias). At head dims above 256 `key_gradient` has the
+    tile of XLA's backward, which computes everything."""
 
     forward: TileConfig
     key_gradient: TileConfig
@@ -82,6 +81,7 @@ config_type = TritonConfig
 _SMALLEST = TileConfig(16, 16, 4, 1)
 # The choice of Hopper's kernels, of each field of a configuration that may stand for one.
 _HOPPER: dict[str, Any] = {"forward": hopper, "key_gradient": backward_tiles}
+_WIDE_REMARKS = {"key_gradient": "backward: XLA's"}
 _HOPPER_REMARKS = {"forward": "forward: Triton's kernel", "key_gradient": "backward: Triton's kernels"}
 
 unavailable = kernels_unavailable
@@ -114,12 +114,12 @@ def by_request(problem: Problem, device: DeviceFacts) -> str | None:
 def default_config(problem: Problem, device: DeviceFacts, sizes: Any = tile_sizes) -> TritonConfig:
     """The first preferred tile of each kernel that fits the device's shared memory, or Hopper's kernel where it is the faster one. `sizes`: the module
     that knows the tiles of Triton's kernels."""
-    tiles = {
-        kernel: _fitting(kernel, sizes.preferred, problem, device, sizes)[0] for kernel in tile_sizes.KERNELS
-    }
-    for kernel, choice in _HOPPER.items():
-        if not choice.not_chosen(problem, device):
+    tiles = {}
+    for kernel in tile_sizes.KERNELS:
+        if kernel in _HOPPER and not _HOPPER[kernel].not_chosen(problem, device):
             tiles[kernel] = _hopper_tiles(kernel, problem, device)[0]
+        else:
+            tiles[kernel] = _other_tiles(kernel, sizes.preferred, problem, device, sizes)[0]
     return TritonConfig(**tiles, **_arithmetic(device))
 
 
@@ -128,7 +128,7 @@ def candidates(problem: Problem, device: DeviceFacts, sizes: Any = tile_sizes) -
     heuristic = default_config(problem, device, sizes)
     columns = []
     for kernel in tile_sizes.KERNELS:
-        tiles = _hopper_tiles(kernel, problem, device) + _fitting(
+        tiles = _hopper_tiles(kernel, problem, device) + _other_tiles(
             kernel, sizes.choices, problem, device, sizes
         )
         columns.append(list(dict.fromkeys([getattr(heuristic, kernel), *tiles]))[:_MOST_CANDIDATES])
@@ -141,7 +141,7 @@ def config_unsupported(
     """Says why tiles cannot fit the device's shared memory, by an upper estimate; the smallest tiles are left to the compiler."""
     if _is_wide(problem) and not config.forward.hopper_programs:
         return f"forward takes head dims above {MAX_HEAD_DIM} with hopper_programs"
-    for kernel in tile_sizes.KERNELS:
+    for kernel in ("forward",) if _is_wide(problem) else tile_sizes.KERNELS:
         tile = getattr(config, kernel)
         if tile.hopper_programs:
             reason = "has no kernel of its own"
@@ -183,7 +183,7 @@ def remark(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str:
     if device.vendor != "nvidia" or device.capability != (9, 0):
         return ""
     reasons = []
-    for kernel, words in _HOPPER_REMARKS.items():
+    for kernel, words in (_HOPPER_REMARKS | (_WIDE_REMARKS if _is_wide(problem) else {})).items():
         if not getattr(config, kernel).hopper_programs:
             reason = _HOPPER[kernel].not_chosen(problem, device) or "the configuration leaves out"
             reasons.append(f"{words}, not Hopper's, which {reason}")
@@ -193,6 +193,17 @@ def remark(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str:
 def _hopper_tiles(kernel: str, problem: Problem, device: DeviceFacts) -> list[TileConfig]:
     sizes = _HOPPER[kernel].tiles(problem, device) if kernel in _HOPPER else []
     return [TileConfig(*size) for size in sizes]
+
+
+def _other_tiles(
+    kernel: str, choices: Sizes, problem: Problem, device: DeviceFacts, sizes: Any
+) -> list[TileConfig]:
+    """Tiles of Triton's kernels; where heads are too wide for them, of XLA's backward."""
+    if not _is_wide(problem):
+        return _fitting(kernel, choices, problem, device, sizes)
+    tiles = [found.backward for found in xla.candidates(problem, device)]
+    found = [TileConfig(tile.block_q, tile.block_k, 4, 1) for tile in tiles]
+    return {"forward": [], "key_gradient": found}.get(kernel, [_SMALLEST])
 
 
 def _needed_memory(kernel: str, problem: Problem, device: DeviceFacts, tile: TileConfig, sizes: Any) -> int:
@@ -282,7 +293,7 @@ def gradients(
 ) -> tuple[AttentionGrads, Array | None]:
     """Works as `backward`, and the gradient of `k_rope` (see `forward`), in float32."""
     if max(arrays.q.shape[-1], arrays.v.shape[-1]) > MAX_HEAD_DIM:
-        tile = xla.XlaTile(WIDE_TILE, WIDE_TILE)
+        tile = xla.XlaTile(config.key_gradient.block_q, config.key_gradient.block_k)
         return xla.backward(arrays, spec, xla.XlaConfig(tile, tile), out, lse, dout, dlse), None
     _check_hopper("key_gradient", config, arrays, spec, k_rope)
     arrays, spec = explicit_ranges(arrays, spec)

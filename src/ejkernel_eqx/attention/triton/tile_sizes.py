@@ -95,8 +95,6 @@ def choices(kernel: str, problem: Problem, device: DeviceFacts) -> list[Sizes]:
     """Tiles worth timing, best first; those for devices with little shared memory last."""
     best = preferred(kernel, problem, device)
     is_float32, width = problem.dtype("qkv") == "float32", _width(problem)
-    if not best:
-        return []
     more = list((_FLOAT32_MORE if is_float32 else _HALF_MORE)[kernel, width])
     if limits_registers(device) and (kernel, width, is_float32) == ("forward", 128, False):
         more.insert(0, SIDE_BY_SIDE)
@@ -106,7 +104,7 @@ def choices(kernel: str, problem: Problem, device: DeviceFacts) -> list[Sizes]:
 def preferred(kernel: str, problem: Problem, device: DeviceFacts) -> list[Sizes]:
     """Tiles to try, best first."""
     width, is_float32 = _width(problem), problem.dtype("qkv") == "float32"
-    tiles = (_FLOAT32 if is_float32 else _HALF).get((kernel, width), ())  # none for wider heads
+    tiles = (_FLOAT32 if is_float32 else _HALF)[kernel, width]
     if is_float32:
         return _within_blocks(problem, tiles)
     favourite: tuple[Sizes, ...] = ()

@@ -39,7 +39,7 @@ from .narrow_backward_kernel import _query_gradients, DsBuffers, Outputs
 from .scores import Lengths, Masking, Scoring
 from .wide_backward_kernel import _consumer as _wide_consumer
 from .wide_backward_kernel import HALF
-from .work_queue import _barriers_of, _queue_of, _sync_consumers
+from .work_queue import _barriers_of, _queue_of, _sync_consumers, _zero
 
 KEYS_EACH = gl.constexpr(64)
 
@@ -54,9 +54,9 @@ def _scores(rows, columns, BLOCK_Q: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def _part(dss, s, keys, dq, PART: gl.constexpr, W: gl.constexpr, USE: gl.constexpr, D: gl.constexpr):
+def _part(dss, s, keys, dq, base, PART: gl.constexpr, W: gl.constexpr, USE: gl.constexpr, D: gl.constexpr):
     """Adds to a consumer's part `[64, 64]` of `dq` what one consumer's 64 keys give; not awaited."""
-    k = keys.index(PART).reshape([KEYS_EACH, D])
+    k = keys.index(base + PART).reshape([KEYS_EACH, D])
     ds = dss.index((s & 1) * CONSUMERS + PART)
     return warpgroup_mma(ds.permute((1, 0)), k.slice(W * 64, 64, dim=1), dq, use_acc=USE, is_async=True)
 
@@ -69,16 +69,12 @@ def _consumer(queue, buffers, dss, dq_buffers, barriers, out_descs, row_arrays, 
     D: gl.constexpr = sizes.D
     NUM_STAGES: gl.constexpr = sizes.NUM_STAGES
     G: gl.constexpr = sizes.H // sizes.K
-    # Scores a step ahead, under the storing of `dq`, pay where nothing is hidden; with a branch that hides they cost 8%.
-    AHEAD: gl.constexpr = not masking.GUARD
     ks, vs, qs, dos, lses, deltas, _k_ropes, _q_ropes = buffers
     kv_full, kv_empty, q_full, q_empty, do_full, do_empty = barriers
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     part_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    k = ks.index(W).reshape([KEYS_EACH, D])
-    v = vs.index(W).reshape([KEYS_EACH, D])
-    dtype: gl.constexpr = k.dtype
+    dtype: gl.constexpr = ks.dtype
     done = 0  # steps of earlier tiles
     r = 0
     t = _next_tile(queue, r, 4)
@@ -90,20 +86,19 @@ def _consumer(queue, buffers, dss, dq_buffers, barriers, out_descs, row_arrays, 
         dk = gl.zeros([KEYS_EACH, D], gl.float32, layout)  # [64, D]
         dv = gl.zeros([KEYS_EACH, D], gl.float32, layout)  # [64, D]
         mbarrier.wait(kv_full.index(0), r & 1)
-        if AHEAD:
+        # Scores are a step ahead, under the storing of `dq`.
+        if steps > 0:
             mbarrier.wait(q_full.index(done % NUM_STAGES), (done // NUM_STAGES) & 1)
-            qk = warpgroup_mma_wait(0, deps=[_scores(k, qs.index(done % NUM_STAGES), BLOCK_Q, D)])
+        qk = warpgroup_mma_wait(0, deps=[_scores(ks.index(W).reshape([KEYS_EACH, D]), qs.index(done % NUM_STAGES), BLOCK_Q, D)])
         for e in range(steps):
             s = done + e
             at = s % NUM_STAGES
             _, m = _step(e, hi, G)
-            if not AHEAD:
-                mbarrier.wait(q_full.index(at), (s // NUM_STAGES) & 1)
-                qk = _scores(k, qs.index(at), BLOCK_Q, D)
+            base = _zero(s)
+            k = ks.index(base + W).reshape([KEYS_EACH, D])
+            v = vs.index(base + W).reshape([KEYS_EACH, D])
             mbarrier.wait(do_full.index(at), (s // NUM_STAGES) & 1)
             dp = _scores(v, dos.index(at), BLOCK_Q, D)
-            if not AHEAD:
-                qk = warpgroup_mma_wait(1, deps=[qk])  # [64, BLOCK_Q]
             # dv = p^T do: the weights, under the product by the cotangents.
             p = _weights(qk, lses, at, first_key, m, (m < full_lo) | (m >= full_hi) | past, b, lengths, row_arrays, scoring, masking)
             weights = gl.convert_layout(p.to(dtype), weights_layout)
@@ -116,23 +111,19 @@ def _consumer(queue, buffers, dss, dq_buffers, barriers, out_descs, row_arrays, 
             dk = warpgroup_mma(gl.convert_layout(ds, weights_layout), qs.index(at).reshape([BLOCK_Q, D]), dk, is_async=True)
             # dq = ds k: a part of its channels, when both consumers' score gradients are there.
             _sync_consumers()
-            dq = _part(dss, s, ks, gl.zeros([64, 64], gl.float32, part_layout), 0, W, False, D)
-            dq = _part(dss, s, ks, dq, 1, W, True, D)  # [64, 64]
-            if AHEAD:
-                dk, dv = warpgroup_mma_wait(2, deps=[dk, dv])
-            else:
-                dq, dk, dv = warpgroup_mma_wait(0, deps=[dq, dk, dv])
+            dq = _part(dss, s, ks, gl.zeros([64, 64], gl.float32, part_layout), base, 0, W, False, D)
+            dq = _part(dss, s, ks, dq, base, 1, W, True, D)  # [64, 64]
+            dk, dv = warpgroup_mma_wait(2, deps=[dk, dv])
             mbarrier.arrive(q_empty.index(at), count=1)
             mbarrier.arrive(do_empty.index(at), count=1)
-            if AHEAD:  # after the last step the scores of any queries, unused
-                following = (s + 1) % NUM_STAGES
-                if e + 1 < steps:
-                    mbarrier.wait(q_full.index(following), ((s + 1) // NUM_STAGES) & 1)
-                upcoming = _scores(k, qs.index(following), BLOCK_Q, D)
-                dq = warpgroup_mma_wait(1, deps=[dq])
+            # After the last step the scores of any queries, unused.
+            following = (s + 1) % NUM_STAGES
+            if e + 1 < steps:
+                mbarrier.wait(q_full.index(following), ((s + 1) // NUM_STAGES) & 1)
+            upcoming = _scores(k, qs.index(following), BLOCK_Q, D)
+            dq = warpgroup_mma_wait(1, deps=[dq])
             _store_dq(dq, dq_buffers, s, W, sizes)
-            if AHEAD:
-                qk = warpgroup_mma_wait(0, deps=[upcoming])
+            qk = warpgroup_mma_wait(0, deps=[upcoming])
         _store_key_gradients((dk * scoring.SCALE).to(dtype), dv.to(dtype), buffers, out_descs, kv_empty, [b, g, first_key, 0], W, D)
         done += steps
         r += 1

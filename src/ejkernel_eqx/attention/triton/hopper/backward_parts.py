@@ -1,4 +1,4 @@
-"""Parts of all three of Hopper's backward kernels: how programs come by tiles of keys, how these are loaded, and how `dq` is summed.
+"""Parts of all of Hopper's backward kernels: how programs come by tiles of keys, how these are loaded, and how `dq` is summed.
 
 The kernels are persistent, so that what they begin with is paid for once: a program takes the next tile of keys when it is free. The producer warp
 claims it and tells the others through a work queue. Tiles are claimed in one order, and a tile waits only for those before it, which others are at work

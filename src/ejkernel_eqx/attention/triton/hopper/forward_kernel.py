@@ -43,6 +43,7 @@ from .work_queue import (
     _queue_of,
     _uniform,
     _word,
+    _zero,
     WorkQueue,
 )
 
@@ -57,7 +58,8 @@ Work = namedtuple("Work", "t lo full_lo full_hi hi kind")
 Sizes = namedtuple(
     "Sizes", "CONSUMERS H K D V R SHARED PARTS BLOCK_D BLOCK_V BLOCK_R BLOCK_Q BLOCK_K NUM_STAGES"
 )
-# The second parts of queries and keys are those of the first if there are none.
+# The second parts of queries and keys are those of the first if there are none. Of keys they have barriers of their own where there is one stage: then
+# either part is loaded while the other one is multiplied.
 Buffers = namedtuple("Buffers", "q k v out q_rope k_rope")
 Barriers = namedtuple("Barriers", "q_full q_empty k_full k_empty v_full v_empty")
 # Of each tile of queries its bounds and its kind, of each program its tiles, and the counter that tiles are claimed from.
@@ -67,6 +69,12 @@ RowArrays = namedtuple("RowArrays", "first past segments marks")
 
 
 # fmt: off
+@gluon.constexpr_function
+def _apart(sizes):
+    """Whether parts of keys have their own barriers."""
+    return sizes.R > 0 and sizes.NUM_STAGES == 1
+
+
 @gluon.jit
 def _key_tiles(tiles_ptr, b, m, offset, T, S, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
                TABLE: gl.constexpr):
@@ -77,16 +85,17 @@ def _key_tiles(tiles_ptr, b, m, offset, T, S, BLOCK_Q: gl.constexpr, BLOCK_K: gl
 
 
 @gluon.jit
-def _scores(q, ks, at, q_rope=None, k_ropes=None, R: gl.constexpr = 0):
+def _scores(q, ks, at, q_rope=None, k_ropes=None, k_full=None, R: gl.constexpr = 0, APART: gl.constexpr = False):
     """The product by the keys that were loaded as number `at`, `[64, BLOCK_K]`, that of their second parts with it; not awaited."""
     STAGES: gl.constexpr = ks.shape[0]
     BLOCK_K: gl.constexpr = ks.shape[3]
     zero = gl.zeros([ROWS_EACH, BLOCK_K], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16]))
-    # Of one stage always 0, which the compiler is not told: it would keep the addresses of all products, and registers are scarce.
-    stage = at % STAGES if STAGES > 1 else gl.minimum(at, 0)
+    stage = at % STAGES if STAGES > 1 else _zero(at)
     k = ks.index(stage).reshape([BLOCK_K, ks.shape[4]]).permute((1, 0))  # [D, BLOCK_K]
     qk = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
     if R > 0:
+        if APART:
+            mbarrier.wait(k_full.index(1), at & 1)
         k_rope = k_ropes.index(stage).reshape([BLOCK_K, k_ropes.shape[4]]).permute((1, 0))  # [R, BLOCK_K]
         qk = warpgroup_mma(q_rope, k_rope, qk, is_async=True)
     return qk
@@ -158,7 +167,7 @@ def _shared_memory(dtype: gl.constexpr, QUERY_TILES: gl.constexpr, IN_PLACE: gl.
     if not IN_PLACE:
         staging = _tiles_of(dtype, CONSUMERS, ROWS_EACH, sizes.BLOCK_V)
     q_full, q_empty = _barriers_of(QUERY_TILES, 1)
-    k_full, k_empty = _barriers_of(sizes.NUM_STAGES, CONSUMERS)
+    k_full, k_empty = _barriers_of(2 if _apart(sizes) else sizes.NUM_STAGES, CONSUMERS)
     v_full, v_empty = _barriers_of(sizes.NUM_STAGES, CONSUMERS)
     return Buffers(qs, ks, vs, staging, q_ropes, k_ropes), Barriers(q_full, q_empty, k_full, k_empty, v_full, v_empty)
 
@@ -191,6 +200,7 @@ def _consumer(queue, buffers, barriers, outputs, sinks_ptr, tiles, row_arrays, l
     if sizes.R > 0:
         q_rope = buffers.q_rope.index(W).reshape([ROWS_EACH, sizes.BLOCK_R])
     dtype: gl.constexpr = q.dtype
+    APART: gl.constexpr = _apart(sizes)
     # The last consumer lets the first one start.
     if W == CONSUMERS - 1:
         _arrive_named(0)
@@ -221,8 +231,10 @@ def _consumer(queue, buffers, barriers, outputs, sinks_ptr, tiles, row_arrays, l
         # there is one loop, and what hides keys is a branch in it.)
         mbarrier.wait(q_full.index(W), r & 1)
         mbarrier.wait(k_full.index(done % NUM_STAGES), (done // NUM_STAGES) & 1)
-        qk = warpgroup_mma_wait(0, deps=[_scores(q, ks, done, q_rope, k_ropes, sizes.R)])  # [64, BLOCK_K]
+        qk = warpgroup_mma_wait(0, deps=[_scores(q, ks, done, q_rope, k_ropes, k_full, sizes.R, APART)])  # [64, BLOCK_K]
         mbarrier.arrive(k_empty.index(done % NUM_STAGES), count=1)
+        if APART:
+            mbarrier.arrive(k_empty.index(1), count=1)
         queries = Queries(row, first, past, row_arrays.segments + b * T)
         s, unseen = _scored(qk, True, queries, (hi - 1) * BLOCK_K, kind, marks, lengths, scoring, masking)
         p, alpha, top, total = _softmax(s, top, total, scoring, GUARD)
@@ -236,11 +248,14 @@ def _consumer(queue, buffers, barriers, outputs, sinks_ptr, tiles, row_arrays, l
             at = done + i
             mbarrier.wait(k_full.index(at % NUM_STAGES), (at // NUM_STAGES) & 1)
             _await_named(W)
-            qk = _scores(q, ks, at, q_rope, k_ropes, sizes.R)
+            qk = _scores(q, ks, at, q_rope, k_ropes, k_full, sizes.R, APART)
             acc = _weighted(p, vs, v_full, at - 1, acc)
             _arrive_named((W + 1) % CONSUMERS)
+            if APART:  # the product by the first part has ended
+                top = warpgroup_mma_wait(2, deps=[top])
+                mbarrier.arrive(k_empty.index(0), count=1)
             qk = warpgroup_mma_wait(1, deps=[qk])
-            mbarrier.arrive(k_empty.index(at % NUM_STAGES), count=1)
+            mbarrier.arrive(k_empty.index(1 if APART else at % NUM_STAGES), count=1)
             partly = GUARD
             if GUARD:
                 partly = (n >= full_hi) | (n < full_lo)
@@ -379,8 +394,13 @@ def _load(desc, b, head, row, buffer, full, empty, at, column=0, MORE: gl.conste
 @gluon.jit
 def _load_keys(descs, b, head, row, buffers, full, empty, at, sizes: gl.constexpr):
     """A tile of keys as number `at`, with its second part."""
-    _load(descs[0], b, head, row, buffers.k, full, empty, at, 0, sizes.BLOCK_K * sizes.BLOCK_R * 2)
-    if sizes.R > 0:
+    APART: gl.constexpr = _apart(sizes)
+    _load(descs[0], b, head, row, buffers.k, full, empty, at, 0, 0 if APART else sizes.BLOCK_K * sizes.BLOCK_R * 2)
+    if APART:
+        mbarrier.wait(empty.index(1), (at & 1) ^ 1)
+        mbarrier.expect(full.index(1), sizes.BLOCK_K * sizes.BLOCK_R * 2)
+        tma.async_copy_global_to_shared(descs[1], [b, head, row, 0], full.index(1), buffers.k_rope.index(0))
+    elif sizes.R > 0:
         s = at % sizes.NUM_STAGES
         tma.async_copy_global_to_shared(descs[1], [b, 0 if sizes.SHARED else head, row, 0], full.index(s), buffers.k_rope.index(s))
 
