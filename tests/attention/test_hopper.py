@@ -84,7 +84,7 @@ def test_wide_heads():
     assert "XLA's, not Hopper's" in triton.remark(first, of, HOPPER)
     assert "with hopper_programs" in (triton.config_unsupported(configured(), of, HOPPER) or "")
     for refused, word in (
-        (problem(520), "one size"),
+        (problem(520), "one size, not 520 and 520"),
         (problem(512, values=128), "one size"),
         (problem(512, queries=127), "queries"),
         (problem(512, with_=("bias",)), "bias"),

@@ -20,7 +20,7 @@ from ..masks.call_lists import tile_lists, without_lists
 from ..masks.tile_shape import Shape
 from ..philox import threshold
 from ..spec import AttentionArrays, AttentionGrads, AttentionSpec, RowRanges
-from . import backward_kernels, forward_kernel, tile_sizes
+from . import backward_kernels, forward_kernel, tile_sizes, two_part_sizes
 from .hopper import backward_call, backward_tiles
 from .hopper import call as hopper_call
 from .hopper import tile_sizes as hopper
@@ -111,33 +111,28 @@ def by_request(problem: Problem, device: DeviceFacts) -> str | None:
     return None
 
 
-def default_config(problem: Problem, device: DeviceFacts, sizes: Any = tile_sizes) -> TritonConfig:
-    """The first preferred tile of each kernel that fits the device's shared memory, or Hopper's kernel where it is the faster one. `sizes`: the module
-    that knows the tiles of Triton's kernels."""
+def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
+    """The first preferred tile of each kernel that fits the device's shared memory, or Hopper's kernel where it is the faster one."""
     tiles = {}
     for kernel in tile_sizes.KERNELS:
         if kernel in _HOPPER and not _HOPPER[kernel].not_chosen(problem, device):
             tiles[kernel] = _hopper_tiles(kernel, problem, device)[0]
         else:
-            tiles[kernel] = _other_tiles(kernel, sizes.preferred, problem, device, sizes)[0]
+            tiles[kernel] = _other_tiles(kernel, _sizes_of(problem).preferred, problem, device)[0]
     return TritonConfig(**tiles, **_arithmetic(device))
 
 
-def candidates(problem: Problem, device: DeviceFacts, sizes: Any = tile_sizes) -> list[TritonConfig]:
+def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     """Configurations worth timing, the heuristic first. Each takes the next tile of every kernel."""
-    heuristic = default_config(problem, device, sizes)
+    heuristic, choices = default_config(problem, device), _sizes_of(problem).choices
     columns = []
     for kernel in tile_sizes.KERNELS:
-        tiles = _hopper_tiles(kernel, problem, device) + _other_tiles(
-            kernel, sizes.choices, problem, device, sizes
-        )
+        tiles = _hopper_tiles(kernel, problem, device) + _other_tiles(kernel, choices, problem, device)
         columns.append(list(dict.fromkeys([getattr(heuristic, kernel), *tiles]))[:_MOST_CANDIDATES])
     return [TritonConfig(*tiles, **_arithmetic(device)) for tiles in rows_of(columns)]
 
 
-def config_unsupported(
-    config: TritonConfig, problem: Problem, device: DeviceFacts, sizes: Any = tile_sizes
-) -> str | None:
+def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str | None:
     """Says why tiles cannot fit the device's shared memory, by an upper estimate; the smallest tiles are left to the compiler."""
     if _is_wide(problem) and not config.forward.hopper_programs:
         return f"forward takes head dims above {MAX_HEAD_DIM} with hopper_programs"
@@ -149,7 +144,7 @@ def config_unsupported(
                 reason = _HOPPER[kernel].config_unfit(tile, problem, device)
             if reason is not None:
                 return f"{kernel} with hopper_programs={tile.hopper_programs} {reason}"
-        needed, shape = _needed_memory(kernel, problem, device, tile, sizes), f"{tile.block_q}x{tile.block_k}"
+        needed, shape = _needed_memory(kernel, problem, device, tile), f"{tile.block_q}x{tile.block_k}"
         if problem.flag("log_forget") and max(tile.block_q, tile.block_k) > log_forget.CHUNK:
             return f"{kernel} takes tiles of up to {log_forget.CHUNK} queries and keys with log_forget, not {shape}"
         reason = too_large(kernel, shape, tile.num_stages, needed, device)
@@ -158,18 +153,14 @@ def config_unsupported(
     return None
 
 
-def adapted(
-    config: TritonConfig, problem: Problem, device: DeviceFacts, sizes: Any = tile_sizes
-) -> TritonConfig:
+def adapted(config: TritonConfig, problem: Problem, device: DeviceFacts) -> TritonConfig:
     """Keeps the tiles, except for those of Hopper's kernels: whether they run, and with which tile, depends on the number of tiles, on the device
     and on the software."""
-    fit, tiles = default_config(problem, device, sizes), {}
+    fit, tiles = default_config(problem, device), {}
     for kernel in tile_sizes.KERNELS:
         tile = getattr(config, kernel)
         alone = dataclasses.replace(fit, **{kernel: tile})
-        if tile.hopper_programs and (
-            kernel == "forward" or config_unsupported(alone, problem, device, sizes)
-        ):
+        if tile.hopper_programs and (kernel == "forward" or config_unsupported(alone, problem, device)):
             tiles[kernel] = getattr(fit, kernel)
     return dataclasses.replace(config, **tiles)
 
@@ -195,29 +186,26 @@ def _hopper_tiles(kernel: str, problem: Problem, device: DeviceFacts) -> list[Ti
     return [TileConfig(*size) for size in sizes]
 
 
-def _other_tiles(
-    kernel: str, choices: Sizes, problem: Problem, device: DeviceFacts, sizes: Any
-) -> list[TileConfig]:
+def _sizes_of(problem: Problem) -> Any:
+    """The module that knows tiles of Triton's kernels for such keys."""
+    return two_part_sizes if hopper.rotary(problem) else tile_sizes
+
+
+def _other_tiles(kernel: str, choices: Sizes, problem: Problem, device: DeviceFacts) -> list[TileConfig]:
     """Tiles of Triton's kernels; where heads are too wide for them, of XLA's backward."""
     if not _is_wide(problem):
-        return _fitting(kernel, choices, problem, device, sizes)
+        tiles = [TileConfig(*tile) for tile in choices(kernel, problem, device)]
+        needed = lambda tile: _needed_memory(kernel, problem, device, tile)
+        return fitting(tiles, needed, device) or [_SMALLEST]
     tiles = [found.backward for found in xla.candidates(problem, device)]
     found = [TileConfig(tile.block_q, tile.block_k, 4, 1) for tile in tiles]
     return {"forward": [], "key_gradient": found}.get(kernel, [_SMALLEST])
 
 
-def _needed_memory(kernel: str, problem: Problem, device: DeviceFacts, tile: TileConfig, sizes: Any) -> int:
+def _needed_memory(kernel: str, problem: Problem, device: DeviceFacts, tile: TileConfig) -> int:
     if tile.hopper_programs:
         return _HOPPER[kernel].shared_memory(tile, problem)
-    return sizes.shared_memory(kernel, problem, device, tile)
-
-
-def _fitting(
-    kernel: str, choices: Sizes, problem: Problem, device: DeviceFacts, sizes: Any
-) -> list[TileConfig]:
-    tiles = [TileConfig(*tile) for tile in choices(kernel, problem, device)]
-    needed = lambda tile: _needed_memory(kernel, problem, device, tile, sizes)
-    return fitting(tiles, needed, device) or [_SMALLEST]
+    return _sizes_of(problem).shared_memory(kernel, problem, device, tile)
 
 
 def _check_hopper(

@@ -10,6 +10,7 @@ from ....launch.sizes import cdiv, padded
 
 NARROWEST = 64
 """The least channels of a tile; fewer are padded."""
+WIDEST = 512
 LEAST_QUERIES = 128
 """Queries from which on this kernel is used: fewer do not fill a tile."""
 _MULTIPROCESSORS = 132
@@ -148,8 +149,10 @@ def problem_unfit(problem: Problem) -> str | None:
     dim, values, width = problem.dim("D"), problem.dim("V"), widths_of(problem)
     if rotary(problem) and (width.first % 8 or width.D + width.R != 192):
         return "takes keys in two parts of 65 to 128 and of up to 64 channels, of whole 16 bytes"
-    if width.D != width.V or width.D + width.R > 512:
-        return f"takes head dims of keys and values that are padded to one size, not {dim} and {values}"
+    if width.D != width.V or max(dim, values) > WIDEST:
+        return (
+            f"takes head dims up to {WIDEST}, of keys and values padded to one size, not {dim} and {values}"
+        )
     if dim % 8 or values % 8:
         return f"takes head dims of whole 16 bytes, not of {' and '.join(map(str, dict.fromkeys((dim, values))))} numbers"
     if _listed(problem) and (reason := _lists_unfit(problem)) is not None:

@@ -1,4 +1,4 @@
-"""Preferred tiles of the Triton kernels and the shared memory they take."""
+"""As `tile_sizes.py`, for keys whose second part all heads share (`latent/`)."""
 
 from typing import Any
 
