@@ -92,11 +92,9 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
         return "takes float32, float16 and bfloat16, not float64"
     if problem.flag("score_mod"):
         return "takes a score_mod only if it is cap * tanh(score / cap) + slope[head] * (key - query), or one of the two"
-    if (
-        _is_wide(problem)
-        and (reason := hopper.too_short(problem) or hopper.unfit(problem, device)) is not None
-    ):
-        return f"takes head dims above {MAX_HEAD_DIM} by Hopper's kernel, which {reason}"
+    if max(problem.dim("D"), problem.dim("V")) > MAX_HEAD_DIM:
+        reason = hopper.too_short(problem) or hopper.unfit(problem, device)
+        return reason and f"takes head dims above {MAX_HEAD_DIM} by Hopper's kernel, which {reason}"
     return None
 
 
