@@ -282,8 +282,8 @@ def hopper_coded_kernel(
     x_ptr, codes_ptr, scales_ptr, zeros_ptr, factor_ptr, M,  # [M, K], [N, K] or [N, K / 2], [blocks of N, blocks of K], as scales, []
     out_ptr,  # [M, N]
     K: gl.constexpr, N: gl.constexpr, ELEMENT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, SCALE: gl.constexpr,
-    ZEROS: gl.constexpr, FACTOR: gl.constexpr, UNIT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr,
-    SWIZZLE: gl.constexpr, SHARED: gl.constexpr,
+    ZEROS: gl.constexpr, FACTOR: gl.constexpr, UNIT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    NUM_STAGES: gl.constexpr, SWIZZLE: gl.constexpr, SHARED: gl.constexpr,
 ):
     # out = x w^T, where w are the numbers of the codes.
     form: gl.constexpr = Form(ELEMENT, ROWS, COLUMNS, SCALE, ZEROS)
