@@ -94,7 +94,11 @@ def unfit(problem: Problem, tile: RowsTile) -> str | None:
     if max(problem.dim("B") * problem.dim("M"), *columns_of(problem)) > 2**30:
         return "takes up to 2**30 rows"
     fits = (tile.block_n, tile.split_k) in ((128, 1), (256, 1), (64, 2)) and tile.num_warps == 4
-    if not fits or not 16 <= tile.block_m <= 32768 // max(tile.block_n, 128) or tile.block_k not in (64, 128, 256):
+    if (
+        not fits
+        or not 16 <= tile.block_m <= 32768 // max(tile.block_n, 128)
+        or tile.block_k not in (64, 128, 256)
+    ):
         words = "4 warps, 64 to 256 features, and 16 to 256 rows by 128 of the weight, or 64 with split_k=2, or up to 128 by 256"
         return f"has {words}, not {tile}"
     if tile.split_k == 2 and tile.num_stages % 2:
@@ -111,7 +115,11 @@ def is_preferred(problem: Problem) -> bool:
 
 def hopper_tiles(problem: Problem, device: DeviceFacts) -> list[RowsTile]:
     """Tiles of Hopper's kernel worth timing, the best first; none where it cannot run, and for the fewest rows."""
-    if problem.flag("weights") is None or problem.dim("B") * problem.dim("M") <= 4 or gluon_unavailable(device):
+    if (
+        problem.flag("weights") is None
+        or problem.dim("B") * problem.dim("M") <= 4
+        or gluon_unavailable(device)
+    ):
         return []
     rows, columns = problem.dim("B") * problem.dim("M"), max(columns_of(problem))
     programs = device.num_multiprocessors or 132
