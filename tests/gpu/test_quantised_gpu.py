@@ -3,6 +3,7 @@
 python -m pytest tests/gpu/test_quantised_gpu.py -n 4
 """
 
+import dataclasses
 from typing import Any
 
 import equinox as eqx
@@ -62,6 +63,18 @@ def test_more_tiles_than_programs(name):
         assert_close(out, wanted, name=str(config.tile))
         for _ in range(8):
             np.testing.assert_array_equal(np.asarray(call(x, coded)), out)
+
+
+@pytest.mark.parametrize("name, code", [("fp8", 0x7F), ("fp8 blocks", 0xFF)])
+def test_a_code_of_nan_is_in_the_results_of_its_row(name, code):
+    coded, _ = weights.weight(name, 256, 512)
+    codes = np.array(coded.codes)
+    codes[70, 300] = code
+    coded = dataclasses.replace(coded, codes=codes)
+    for config in (*tiles()[:1], FLOATS):
+        out = ejx.Matmul(platform="triton", config=config)(normal(1, 300, 512, dtype="bfloat16"), coded)
+        np.testing.assert_array_equal(np.asarray(jnp.isnan(out).all(0)), np.arange(256) == 70)
+        assert int(jnp.isnan(out).sum()) == 300
 
 
 @pytest.mark.parametrize("rows", [9, 40, 200])

@@ -209,11 +209,11 @@ def _consumer(ring, staging, sums, out_ptr, scales, M, W: gl.constexpr, coded: g
         w = _numbers(ring, s, first_bits, first_zeros, W, operand, coded)
         # Two steps at once: numbers need not be moved to where those before were.
         for k in range(0, STEPS - 1, 2):
-            following = START + (k + 2) * STEP
+            at = START + (k + 2) * STEP
             acc, v, bits, zeros, s, phase = _step(
-                ring, acc, w, s, phase, scales, n, unit, following, bits, zeros, True, W, operand, coded)
+                ring, acc, w, s, phase, scales, n, unit, at, bits, zeros, True, W, operand, coded)
             acc, w, bits, zeros, s, phase = _step(
-                ring, acc, v, s, phase, scales, n, unit, following + STEP, bits, zeros, k + 2 < STEPS, W, operand, coded)
+                ring, acc, v, s, phase, scales, n, unit, at + STEP, bits, zeros, k + 2 < STEPS, W, operand, coded)
         if STEPS % 2 == 1:
             acc, w, bits, zeros, s, phase = _step(ring, acc, w, s, phase, scales, n, unit, 0, bits, zeros, False, W, operand, coded)
         if SHARED and W == 1:
@@ -228,8 +228,8 @@ def _consumer(ring, staging, sums, out_ptr, scales, M, W: gl.constexpr, coded: g
                 mbarrier.arrive(ring.turns.index(1), count=1)
             # Scales that all features share.
             if form.COLUMNS == 0:
-                at = gl.minimum(first + gl.arange(0, EACH, gl.SliceLayout(1, layout)), coded.N - 1)  # [EACH]
-                acc *= gl.expand_dims(scale_of(gl.load(scales.scales_ptr + block_of(at, 0, coded.K, form)), form.SCALE), 1)
+                rows = gl.minimum(first + gl.arange(0, EACH, gl.SliceLayout(1, layout)), coded.N - 1)  # [EACH]
+                acc *= gl.expand_dims(scale_of(gl.load(scales.scales_ptr + block_of(rows, 0, coded.K, form)), form.SCALE), 1)
             if coded.FACTOR:
                 acc *= gl.load(scales.factor_ptr).to(gl.float32, bitcast=True)
             # The copy before has left the shared memory.
@@ -282,8 +282,8 @@ def hopper_coded_kernel(
     x_ptr, codes_ptr, scales_ptr, zeros_ptr, factor_ptr, M,  # [M, K], [N, K] or [N, K / 2], [blocks of N, blocks of K], as scales, []
     out_ptr,  # [M, N]
     K: gl.constexpr, N: gl.constexpr, ELEMENT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, SCALE: gl.constexpr,
-    ZEROS: gl.constexpr, FACTOR: gl.constexpr, UNIT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr,
-    SWIZZLE: gl.constexpr, SHARED: gl.constexpr,
+    ZEROS: gl.constexpr, FACTOR: gl.constexpr, UNIT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    NUM_STAGES: gl.constexpr, SWIZZLE: gl.constexpr, SHARED: gl.constexpr,
 ):
     # out = x w^T, where w are the numbers of the codes.
     form: gl.constexpr = Form(ELEMENT, ROWS, COLUMNS, SCALE, ZEROS)
