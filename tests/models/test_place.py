@@ -52,6 +52,15 @@ def test_what_stands_beside_layers(kind, tmp_path, enable_x64):
     np.testing.assert_array_equal(continued(placed, inputs), continued(model, batch[:, :-1]))
 
 
+@pytest.mark.parametrize("sizes", [{"data": 4}, {"data": 4, "tensor": 2}], ids=str)
+def test_rows_that_are_not_split(sizes):
+    """The devices that would split the rows split features, more of them than there are heads."""
+    model, ids = decoder(), tokens(1, 7)
+    placed = models.place(model, model, mesh_of(**sizes))
+    logits = eqx.filter_jit(lambda model, ids: model(ids))
+    assert_close(jax.device_get(logits(placed, ids)), logits(model, ids))
+
+
 @pytest.mark.parametrize(
     ("sizes", "path", "shape", "spec"),
     [

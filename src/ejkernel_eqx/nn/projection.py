@@ -205,12 +205,9 @@ def _over_mesh(mesh: Any, dtype: Any, x: Array, weight: Array, bias: Array | Non
     stays with `x`, as in training with parameters sharded over the devices of the batch."""
     # Arrays on no mesh are replicated on this one, and so are their gradients.
     x, weight = (on_mesh(mesh, a) for a in (x, weight))
-    lead = jax.typeof(x).sharding.spec.partitions[:-1]
+    lead = jax.typeof(x).sharding.spec[:-1]
     taken = {axis for entry in lead for axis in mesh_axes(entry)}
-    rows = (
-        tuple(axis for axis in mesh_axes(jax.typeof(weight).sharding.spec.partitions[0]) if axis not in taken)
-        or None
-    )
+    rows = tuple(axis for axis in mesh_axes(jax.typeof(weight).sharding.spec[0]) if axis not in taken) or None
     bias = None if bias is None else _reshard(bias, mesh, (rows,))
     return _product(dtype, NamedSharding(mesh, PartitionSpec(*lead, rows)), x, weight, bias)
 
@@ -247,6 +244,17 @@ def is_shared(x: Array) -> bool:
     sharding = jax.typeof(x).sharding
     split = {axis for entry in sharding.spec for axis in mesh_axes(entry)}
     return any(sharding.mesh.shape[axis] > 1 for axis in set(sharding.mesh.explicit_axes) - split)
+
+
+def in_parts(x: Array, count: int) -> Array:
+    """`x`, whose last axis is split over no more devices of an explicit mesh than divide `count`."""
+    if (mesh := mesh_of(x)) is None:
+        return x
+    *lead, last = jax.typeof(x).sharding.spec
+    axes = mesh_axes(last)
+    while count % math.prod(mesh.shape[axis] for axis in axes):
+        axes = axes[:-1]
+    return x if axes == mesh_axes(last) else _reshard(x, mesh, (*lead, axes or None))
 
 
 def on_mesh(mesh: Any, x: Array) -> Array:
