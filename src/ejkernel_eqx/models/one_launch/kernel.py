@@ -39,6 +39,11 @@ def leave(count_ptr, times: tl.constexpr):
 
 
 @triton.jit
+def prefetch(at):
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.s32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def _tile(w_ptr, row, step: tl.constexpr, K: tl.constexpr, TR: tl.constexpr, KS: tl.constexpr):
     """A tile `[TR, KS]` of rows of a weight `[*, K]`: step by step the tiles of `TR` rows, then those of the next ones."""
     n = row + step // (K // KS) * TR + tl.arange(0, TR)[:, None]
@@ -65,15 +70,23 @@ def features(x_ptr, K: tl.constexpr, TR: tl.constexpr, KS: tl.constexpr):
 
 
 @triton.jit
-def normed(xs, norm_ptr, K: tl.constexpr, TR: tl.constexpr, KS: tl.constexpr, EPS: tl.constexpr):
+def factors(norm_ptr, K: tl.constexpr, TR: tl.constexpr, KS: tl.constexpr):
+    """The weights of a norm as tiles `[TR, KS]` of equal rows."""
+    out = ()
+    for chunk in tl.static_range(K // KS):  # pyright: ignore[reportGeneralTypeIssues]
+        out = out + (tl.load(norm_ptr + tl.zeros([TR, 1], tl.int32) + (chunk * KS + tl.arange(0, KS))[None, :]),)
+    return out
+
+
+@triton.jit
+def normed(xs, weights, K: tl.constexpr, TR: tl.constexpr, KS: tl.constexpr, EPS: tl.constexpr):
     """The row times the weights of its norm, and the factor of the norm `[TR]`, which scales products."""
     squares = tl.zeros([TR, KS], tl.float32)
     out = ()
     for chunk in tl.static_range(K // KS):  # pyright: ignore[reportGeneralTypeIssues]
-        at = tl.zeros([TR, 1], tl.int32) + (chunk * KS + tl.arange(0, KS))[None, :]
         x = xs[chunk].to(tl.float32)
         squares += x * x
-        out = out + (x * tl.load(norm_ptr + at).to(tl.float32),)
+        out = out + (x * weights[chunk].to(tl.float32),)
     return out, tl.rsqrt(tl.sum(squares, 1) / K + EPS)
 
 
@@ -91,15 +104,20 @@ def product(xs, w_ptr, row, loaded, tile: tl.constexpr, K: tl.constexpr, TR: tl.
 
 
 @triton.jit
-def rotated(x_ptr, norm_ptr, cos, sin, D: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, BK: tl.constexpr):
-    """Both halves of the features of a head, normed and rotated, as they are stored: `[BK, D / 2]` with equal rows."""
+def halves(x_ptr, D: tl.constexpr, BK: tl.constexpr):
+    """Both halves of the features of a head, `[BK, D / 2]` with equal rows."""
     r = tl.zeros([BK, 1], tl.int32) + tl.arange(0, D // 2)[None, :]
-    a = tl.load(x_ptr + r, cache_modifier=".cg").to(tl.float32)
-    b = tl.load(x_ptr + D // 2 + r, cache_modifier=".cg").to(tl.float32)
+    return tl.load(x_ptr + r, cache_modifier=".cg").to(tl.float32), tl.load(x_ptr + D // 2 + r, cache_modifier=".cg").to(tl.float32)
+
+
+@triton.jit
+def rotated(x_ptr, first, second, cos, sin, D: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, BK: tl.constexpr):
+    """The halves of a head, times those of the weights of its norm, and rotated, as they are stored."""
+    a, b = halves(x_ptr, D, BK)
     if NORM:
         scale = tl.rsqrt(tl.sum(a * a + b * b, 1) / D + EPS)[:, None]
-        a *= scale * tl.load(norm_ptr + r).to(tl.float32)
-        b *= scale * tl.load(norm_ptr + D // 2 + r).to(tl.float32)
+        a *= scale * first
+        b *= scale * second
     kept = x_ptr.dtype.element_ty
     return (a * cos - b * sin).to(kept).to(tl.float32), (b * cos + a * sin).to(kept).to(tl.float32)
 
@@ -131,6 +149,7 @@ def layer_kernel(
     att_ptr = act_ptr + F
     lse_ptr = new_parts_ptr + HQ * S * D
     kept = x_ptr.dtype.element_ty
+    LINE: tl.constexpr = 32  # elements of at most 128 bytes
     t = tl.arange(0, TR)
     # Of the rows of weights, a program has as many as any other.
     own_e = pid * (E // PROGRAMS)
@@ -147,7 +166,7 @@ def layer_kernel(
         elif row >= NQ:
             w_ptr = k_weight_ptr - NQ * E
         loaded = ahead(w_ptr, row, E, CQ, TR, KS, MOST)
-        xs, scale = normed(features(x_ptr, E, TR, KS), norm_ptr, E, TR, KS, EPS)
+        xs, scale = normed(features(x_ptr, E, TR, KS), factors(norm_ptr, E, TR, KS), E, TR, KS, EPS)
         for tile in tl.static_range(CQ):  # pyright: ignore[reportGeneralTypeIssues]
             tl.store(new_row_ptr + row + tile * TR + t, (product(xs, w_ptr, row, loaded, tile, E, TR, KS, MOST) * scale).to(kept))
     if FIRST == 0 and LAST > 0:
@@ -160,19 +179,30 @@ def layer_kernel(
         size = tl.cdiv(tl.cdiv(length, BK), S) * BK
         first = split * size
         end = tl.minimum(first + size, length)
+        r = tl.zeros([BK, 1], tl.int32) + tl.arange(0, D // 2)[None, :]
+        cos = tl.load(cos_ptr + r).to(tl.float32)
+        sin = tl.load(sin_ptr + r).to(tl.float32)
+        q_first = cos
+        q_second = cos
+        k_first = cos
+        k_second = cos
+        if NORM:
+            q_first, q_second = halves(q_norm_ptr, D, BK)
+            k_first, k_second = halves(k_norm_ptr, D, BK)
     if FIRST == 0 and LAST > 0:
+        # The first keys on their way, into the cache that all multiprocessors share.
+        if head < HK:
+            line = slots_of(table_ptr, first, length, head, HK, D, PAGE, BK)[:, None] + tl.arange(0, D // LINE)[None, :] * LINE
+            prefetch(new_k_ptr + line)
+            prefetch(new_v_ptr + line)
         wait(count_ptr, 1)
     if FIRST <= 1 and LAST >= 1:
         if head < HK:
-            r = tl.arange(0, D // 2)[None, :]
             d = tl.arange(0, D)
-            equal = tl.zeros([BK, 1], tl.int32)
-            cos = tl.load(cos_ptr + equal + r).to(tl.float32)
-            sin = tl.load(sin_ptr + equal + r).to(tl.float32)
-            na, nb = rotated(new_row_ptr + NQ + head * D, k_norm_ptr, cos, sin, D, NORM, HEAD_EPS, BK)
-            nv = tl.load(new_row_ptr + NQ + (HK + head) * D + equal + d[None, :], cache_modifier=".cg").to(tl.float32)
+            na, nb = rotated(new_row_ptr + NQ + head * D, k_first, k_second, cos, sin, D, NORM, HEAD_EPS, BK)
+            nv = tl.load(new_row_ptr + NQ + (HK + head) * D + tl.zeros([BK, 1], tl.int32) + d[None, :], cache_modifier=".cg").to(tl.float32)
             for g in tl.static_range(G):  # pyright: ignore[reportGeneralTypeIssues]
-                qa, qb = rotated(new_row_ptr + (head * G + g) * D, q_norm_ptr, cos, sin, D, NORM, HEAD_EPS, BK)
+                qa, qb = rotated(new_row_ptr + (head * G + g) * D, q_first, q_second, cos, sin, D, NORM, HEAD_EPS, BK)
                 top = tl.full([], float("-inf"), tl.float32)
                 total = tl.full([], 0.0, tl.float32)
                 acc = tl.zeros([D], tl.float32)
@@ -214,16 +244,20 @@ def layer_kernel(
     if FIRST <= 2 and LAST >= 2:
         mine = pid * (NQ // PROGRAMS) + tl.arange(0, NQ // PROGRAMS)
         part = mine // D * S
-        high = tl.full([NQ // PROGRAMS], float("-inf"), tl.float32)
+        lses = ()
+        parts = ()
         for i in tl.static_range(S):  # pyright: ignore[reportGeneralTypeIssues]
-            high = tl.maximum(high, tl.load(lse_ptr + part + i, cache_modifier=".cg"))
-        high = tl.where(high == float("-inf"), 0.0, high)
+            lses = lses + (tl.load(lse_ptr + part + i, cache_modifier=".cg"),)
+            parts = parts + (tl.load(new_parts_ptr + (part + i) * D + mine % D, cache_modifier=".cg"),)
+        high = tl.full([NQ // PROGRAMS], -1e30, tl.float32)  # finite, if no split has keys
+        for i in tl.static_range(S):  # pyright: ignore[reportGeneralTypeIssues]
+            high = tl.maximum(high, lses[i])
         weights = tl.zeros([NQ // PROGRAMS], tl.float32)
         merged = tl.zeros([NQ // PROGRAMS], tl.float32)
         for i in tl.static_range(S):  # pyright: ignore[reportGeneralTypeIssues]
-            weight = tl.exp2(tl.load(lse_ptr + part + i, cache_modifier=".cg") - high)
+            weight = tl.exp2(lses[i] - high)
             weights += weight
-            merged += weight * tl.load(new_parts_ptr + (part + i) * D + mine % D, cache_modifier=".cg")
+            merged += weight * parts[i]
         tl.store(att_ptr + mine, (merged / tl.where(weights > 0, weights, 1.0)).to(kept))
     if FIRST <= 2 and LAST > 2:
         arrive(count_ptr)
@@ -240,11 +274,12 @@ def layer_kernel(
     if FIRST <= 4 and LAST >= 4:
         gate_ahead = ahead(gate_weight_ptr, own_f, E, CF, TR, KS, MOST)
         up_ahead = ahead(up_weight_ptr, own_f, E, CF, TR, KS, MOST)
+        mlp_factors = factors(mlp_norm_ptr, E, TR, KS)
     if FIRST <= 3 and LAST > 3:
         wait(count_ptr, 4 - FIRST)
 
     if FIRST <= 4 and LAST >= 4:
-        hs, scale = normed(features(h_ptr, E, TR, KS), mlp_norm_ptr, E, TR, KS, EPS)
+        hs, scale = normed(features(h_ptr, E, TR, KS), mlp_factors, E, TR, KS, EPS)
         for tile in tl.static_range(CF):  # pyright: ignore[reportGeneralTypeIssues]
             gate = product(hs, gate_weight_ptr, own_f, gate_ahead, tile, E, TR, KS, MOST) * scale
             up = product(hs, up_weight_ptr, own_f, up_ahead, tile, E, TR, KS, MOST) * scale
