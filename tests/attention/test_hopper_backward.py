@@ -51,8 +51,7 @@ MANY: dict[str, Any] = dict(batch=8, queries=4096, keys=4096)
         (problem(192, values=128, **CAUSAL, **MANY), True, True),
         (problem(192, values=128, logits_soft_cap=30.0, **MANY), False, False),
         (problem(**CAUSAL), True, False),
-        (problem(with_=("segments",), **MANY), True, True),
-        (problem(64, with_=("segments",), **MANY), True, False),
+        (problem(with_=("segments",), **MANY), True, False),
         (problem(logits_soft_cap=30.0, **MANY), True, False),
         (problem(left=255, **CAUSAL, **MANY), True, False),
         (problem(block_size=(128, 128), **MANY), False, False),
@@ -118,7 +117,7 @@ def odd(**more: Any) -> Case:
 
 EMULATED = {
     "window 128": odd(T=330, S=400, left=140, right=20, offset=70),
-    "window 64": odd(T=330, S=400, D=64, V=64, left=140, right=20, offset=70),
+    "window 64": odd(T=330, S=400, H=4, D=64, V=64, left=140, right=20, offset=70),
     "causal 64": odd(T=330, S=420, D=64, V=64, right=0, offset=90),
     "soft cap 128": odd(right=0, soft_cap=3.0, K=2),
     "soft cap 64": odd(D=64, V=64, B=2, rows="lengths", soft_cap=1.0),

@@ -93,9 +93,9 @@ def _step(e, hi, G: gl.constexpr):
 
 @gluon.constexpr_function
 def heads_apart(sizes, masking):
-    """Whether a tile of keys takes one head of its group after the other: of narrow heads in windows. There the tile after it comes to a tile of queries
-    a tile later, and what all heads and programs read in between is more than fits the cache."""
-    return sizes.KEY_SLOTS > 1 and sizes.H > sizes.K and masking.LEFT >= 0 and not masking.TABLE
+    """Whether a tile of keys takes one head of its group after the other: of four and more narrow heads in windows. There the tile after it comes to a
+    tile of queries a tile later, and what all heads and programs read in between is more than fits the cache."""
+    return sizes.KEY_SLOTS > 1 and sizes.H >= 4 * sizes.K and masking.LEFT >= 0 and not masking.TABLE
 
 
 @gluon.jit

@@ -38,10 +38,8 @@ def not_chosen(problem: Problem, device: DeviceFacts) -> str:
     """Says why Triton's kernels are the default, as a clause without its subject; empty if they are not."""
     if (reason := tile_sizes.too_short(problem) or unfit(problem, device)) is not None:
         return reason
-    if problem.flag("rows") or problem.flag("soft_cap"):
-        return "was measured without lengths and a soft cap: the tuner times both"
-    if problem.flag("segments") and tile_sizes.padded_width(problem) != WIDEST:
-        return f"was measured with segments at head dims of {WIDEST} only: the tuner times both"
+    if problem.flag("segments") or problem.flag("rows") or problem.flag("soft_cap"):
+        return "was measured without segments, lengths and a soft cap: the tuner times both"
     if problem.dim("T") < _LEAST_LENGTH or _narrow(problem):
         return f"was measured to be faster from {_LEAST_LENGTH} queries and keys on: the tuner times both"
     block_k = _TILES[tile_sizes.padded_width(problem)][0][1]
