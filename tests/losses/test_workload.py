@@ -65,7 +65,9 @@ def test_one_chunk_where_its_logits_take_no_more_than_a_sum():
     )[:2]
     model = dict(E=4096, V=128256)
     assert size_of(model | dict(N=8192)) == (1536, 1536 + 2 * 4096)
-    assert size_of(model | dict(N=16384)) == size_of(model | dict(N=8192), "float16") == (1536, 4096)
+    assert size_of(model | dict(N=16384)) == size_of(model | dict(N=8193), "float16") == (1536, 4096)
+    # Never two chunks.
+    assert size_of(model | dict(N=8192), "float16") == (1536, 2048)
     assert size_of(dict(N=16384, E=1024, V=50304)) == (3968, 3968)
     assert size_of(dict(N=5, E=64, V=50), "float32") == (2_000_000, 2_000_000)
 

@@ -87,6 +87,8 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     most = 2 * problem.dim("E") // rows + alone
     every = problem.dim("B") * problem.dim("M") * problem.dim("N")
     is_one = problem.dtype("x") == "bfloat16" and every <= most
+    # XLA unrolls a loop of one turn, and then has two sums.
+    chunk = fit(chunk // 2) if chunk < every <= 2 * chunk else chunk
     sizes = (most if is_one else chunk, chunk, alone, fit(chunk // 2), 2 * chunk)
     is_nvidia = device.vendor == "nvidia"
     # A thread loads 8 logits at once, of 2 bytes: fewer threads for few words, or where a warp has more.

@@ -96,7 +96,7 @@ def rows_kernel(
     before_ptr, x_ptr, labels_ptr, places_ptr, weight_ptr, bias_ptr,  # [N, STRIDE]; [N, E]; [N] twice; [STRIDE, E]; [V]
     of_p_ptr, of_p_lse_ptr, of_p_log_p_ptr, of_label_ptr, of_all_ptr,  # [N] each: the slope
     lse_ptr, entropy_ptr,  # [N] each: of all words, where these are not all
-    E,
+    E,  # no constant, so that the loop over features stays one: unrolled, it takes 15 registers more
     logits_ptr,  # [N, STRIDE], in the place of `before`
     largest_ptr, exponentials_ptr, target_ptr, total_ptr, weighted_ptr,  # [N] each: the part
     V: tl.constexpr, STRIDE: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, TEMPERATURE: tl.constexpr,
