@@ -103,12 +103,6 @@ def _is_wide(problem: Problem) -> bool:
     return max(problem.dim("D"), problem.dim("V")) > MAX_HEAD_DIM
 
 
-def by_request(problem: Problem, device: DeviceFacts) -> str | None:
-    if problem.flag("log_forget"):
-        return 'takes log_forget with platform="triton" only, as its gradients have not passed all tests on a GPU yet'
-    return None
-
-
 def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
     """The first preferred tile of each kernel that fits the device's shared memory, or Hopper's kernel where it is the faster one."""
     tiles = {}

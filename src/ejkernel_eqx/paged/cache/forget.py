@@ -3,6 +3,8 @@
 The second part is what the first one lacks by rounding. So the difference of two near sums is as exact as one of the gates between
 them, however long the text is; and a page that several texts share holds what all of them need."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -16,19 +18,24 @@ def sums_of(pages: Array, log_forget: Array, batch: RaggedBatch) -> Array:
     ids, page_size = batch.sequence_ids, pages.shape[1]
     begin = batch.query_start_loc[jnp.maximum(ids, 0)]
     first = jnp.arange(ids.shape[0], dtype=jnp.int32) == begin
-    inside = jnp.where(ids[:, None] >= 0, log_forget, 0).astype(pages.dtype)
+    new = jnp.where(ids[:, None] >= 0, log_forget, 0).astype(pages.dtype)
+    inside = new, jnp.zeros_like(new)
     if not batch.is_decode:
-        inside, _ = jax.lax.associative_scan(_added, (inside, first[:, None]))
+        inside = jax.lax.associative_scan(_added, (*inside, first[:, None]))[:2]
     # The last token of the sequence that is written already.
     before = batch.positions - jnp.arange(ids.shape[0], dtype=jnp.int32) + begin - 1
-    old, rest = jnp.moveaxis(at_slots(pages, slots_of(ids, before, batch.page_table, page_size)), -1, 0)
-    total = old + (inside + rest)
-    # What rounding took from a sum of two numbers: itself a number, by Knuth's six operations.
-    more = total - old
-    lost = (old - (total - more)) + ((inside + rest) - more)
-    return jnp.stack([total, lost], -1)
+    old = jnp.moveaxis(at_slots(pages, slots_of(ids, before, batch.page_table, page_size)), -1, 0)
+    return jnp.stack(_sum(old, inside), -1)
 
 
-def _added(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+def _sum(a: Any, b: Any) -> tuple[Array, Array]:
+    """The sum of two numbers with rests. What rounding takes from it is a number itself, by Knuth's six operations."""
+    total = a[0] + b[0]
+    more = total - a[0]
+    return total, (a[0] - (total - more)) + (b[0] - more) + (a[1] + b[1])
+
+
+def _added(a: Any, b: Any) -> tuple[Array, Array, Array]:
     """Sums `b` behind `a`, which begin anew where a sequence does."""
-    return jnp.where(b[1], b[0], a[0] + b[0]), a[1] | b[1]
+    total, rest = _sum(a, b)
+    return jnp.where(b[2], b[0], total), jnp.where(b[2], b[1], rest), a[2] | b[2]
