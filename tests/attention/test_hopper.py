@@ -37,8 +37,6 @@ FEW: dict[str, Any] = dict(batch=1, heads=8, kv_heads=8, queries=512, keys=512)
         (problem(64, with_=("sinks",), logits_soft_cap=30.0), True),
         (problem(256, with_=("rows",)), True),
         (problem(80), True),
-        (problem(192, values=128, with_=("segments",)), True),
-        (problem(144, values=96), True),
         (problem(192, values=128, block_size=(128, 128)), False),
         (problem(with_=("bias",)), False),
         (problem(with_=("mask",)), False),
@@ -76,6 +74,7 @@ def test_wide_heads():
     assert (
         triton.unsupported(of, HOPPER) is None
         and triton.unsupported(problem(264, values=512), HOPPER) is None
+        and "triton" in (triton.by_request(of, HOPPER) or "")
     )
     first, *others = triton.candidates(of, HOPPER)
     assert first == triton.default_config(of, HOPPER) and first.key_gradient.block_q >= 256
@@ -92,6 +91,16 @@ def test_wide_heads():
     ):
         assert word in (triton.unsupported(refused, HOPPER) or "")
     assert "9.0" in (triton.unsupported(of, DEVICES["sm_80"]) or "")
+
+
+@needs_gluon
+@pytest.mark.parametrize("of", [problem(192, values=128, **CAUSAL), problem(144, values=96, batch=99)])
+def test_keys_in_two_parts_are_timed_and_no_default(of):
+    first, second, *_ = triton.candidates(of, HOPPER)
+    assert not first.forward.hopper_programs and not first.key_gradient.hopper_programs
+    assert second.forward.hopper_programs == 132 and second.key_gradient.hopper_programs
+    assert triton.config_unsupported(second, of, HOPPER) is None
+    assert triton.remark(first, of, HOPPER).count("not tested on a GPU") == 2
 
 
 @needs_gluon

@@ -38,6 +38,8 @@ def not_chosen(problem: Problem, device: DeviceFacts) -> str:
     """Says why Triton's kernels are the default, as a clause without its subject; empty if they are not."""
     if (reason := tile_sizes.too_short(problem) or unfit(problem, device)) is not None:
         return reason
+    if tile_sizes.is_untested(problem):
+        return tile_sizes.UNTESTED
     if problem.flag("segments") or problem.flag("rows") or problem.flag("soft_cap"):
         return "was measured without segments, lengths and a soft cap: the tuner times both"
     if problem.dim("T") < _LEAST_LENGTH or _narrow(problem):

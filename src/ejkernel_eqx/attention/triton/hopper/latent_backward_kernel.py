@@ -41,15 +41,6 @@ def _less(terms, FACTOR: gl.constexpr):
 
 
 @gluon.jit
-def _scores(ks, k_ropes, qs, q_ropes, lses, at, base, W: gl.constexpr, D: gl.constexpr, FACTOR: gl.constexpr):
-    """The product of a consumer's keys by the queries of a stage, in both parts, `[64, 64]`, without their log-sums; not awaited."""
-    qk = _less(lses.index(at), FACTOR)
-    qk = warpgroup_mma(ks.index(base + W).reshape([SIZE, D]), qs.index(at).reshape([SIZE, D]).permute((1, 0)), qk, is_async=True)
-    qk = warpgroup_mma(_rope(k_ropes, base + W * 2), _rope(q_ropes, at * 2).permute((1, 0)), qk, is_async=True)
-    return warpgroup_mma(_rope(k_ropes, base + W * 2 + 1), _rope(q_ropes, at * 2 + 1).permute((1, 0)), qk, is_async=True)
-
-
-@gluon.jit
 def _consumer(queue, buffers, dss, dq_buffers, barriers, out_descs, dk_rope_ptr, row_arrays, tiles, lengths, W: gl.constexpr, sizes: gl.constexpr,
               scoring: gl.constexpr, masking: gl.constexpr):
     """Sums `dk` and `dv` of keys `64 W` to `64 W + 63` of every tile, and computes its half of both parts of every `dq`."""
@@ -80,22 +71,26 @@ def _consumer(queue, buffers, dss, dq_buffers, barriers, out_descs, dk_rope_ptr,
         dk_rope_1 = gl.zeros([SIZE, HALF_ROPE], gl.float32, rope_layout)  # [64, 32]
         dv = gl.zeros([SIZE, D], gl.float32, layout)  # [64, D]
         mbarrier.wait(kv_full.index(0), r & 1)
-        if steps > 0:
-            mbarrier.wait(q_full.index(done % NUM_STAGES), (done // NUM_STAGES) & 1)
-        qk = warpgroup_mma_wait(0, deps=[_scores(ks, k_ropes, qs, q_ropes, lses, done % NUM_STAGES, _zero(done), W, D, 1.0 / scoring.MULTIPLIER)])
         for e in range(steps):
             s = done + e
             at = s % NUM_STAGES
             _, m = _step(e, hi, G)
             base = _zero(s)
+            k = ks.index(base + W).reshape([SIZE, D])
             v = vs.index(base + W).reshape([SIZE, D])
             q = qs.index(at).reshape([SIZE, D])
             do = dos.index(at).reshape([SIZE, D])
+            mbarrier.wait(q_full.index(at), (s // NUM_STAGES) & 1)
+            qk = _less(lses.index(at), 1.0 / scoring.MULTIPLIER)
+            qk = warpgroup_mma(k, q.permute((1, 0)), qk, is_async=True)
+            qk = warpgroup_mma(_rope(k_ropes, base + W * 2), _rope(q_ropes, at * 2).permute((1, 0)), qk, is_async=True)
+            qk = warpgroup_mma(_rope(k_ropes, base + W * 2 + 1), _rope(q_ropes, at * 2 + 1).permute((1, 0)), qk, is_async=True)
+            qk = warpgroup_mma_wait(0, deps=[qk])  # [64, 64]
             if masking.GUARD:
                 if (m < full_lo) | (m >= full_hi) | past:
                     qk = _hidden(qk, first_key, m * SIZE, b, lengths, row_arrays, masking, float("-inf"))
             p = gl.exp2(qk * scoring.MULTIPLIER).to(dtype)  # [64, 64]
-            # dv = p^T do, under the score gradients.
+            # dv = p^T do, under the score gradients, when the other consumer has multiplied those of the step before.
             _await_named(1 + W)
             dss.index(base + W).store(p)
             fence_async_shared()
@@ -106,7 +101,6 @@ def _consumer(queue, buffers, dss, dq_buffers, barriers, out_descs, dk_rope_ptr,
             dp = warpgroup_mma_wait(1, deps=[dp])  # [64, 64]
             p = dss.index(base + W).load(scores_layout)
             ds = (p.to(gl.float32) * dp).to(dtype)  # [64, 64]
-            # When the other consumer has multiplied those of the step before.
             dv = warpgroup_mma_wait(0, deps=[dv])
             dss.index(base + W).store(ds)
             fence_async_shared()
@@ -129,16 +123,11 @@ def _consumer(queue, buffers, dss, dq_buffers, barriers, out_descs, dk_rope_ptr,
             dq_rope = warpgroup_mma(second, _rope(k_ropes, base + 2 + W), dq_rope, is_async=True)
             full = _await_box(dq_buffers, s, W, sizes)
             dq_buffers.boxes.index(W).reshape([SIZE, 64]).store(dq)
-            following = (s + 1) % NUM_STAGES
-            if e + 1 < steps:
-                mbarrier.wait(q_full.index(following), ((s + 1) // NUM_STAGES) & 1)
-            upcoming = _scores(ks, k_ropes, qs, q_ropes, lses, following, base, W, D, 1.0 / scoring.MULTIPLIER)
-            dq_rope = warpgroup_mma_wait(1, deps=[dq_rope])  # [64, 32]
+            dq_rope = warpgroup_mma_wait(0, deps=[dq_rope])  # [64, 32]
             _arrive_named(2 - W)
             dq_buffers.ropes.index(W).reshape([SIZE, HALF_ROPE]).store(dq_rope)
             fence_async_shared()
             mbarrier.arrive(full, count=1)
-            qk = warpgroup_mma_wait(0, deps=[upcoming])  # [64, 64]
         keys = first_key + gl.arange(0, SIZE, gl.SliceLayout(1, rope_layout))  # [64]
         channels = gl.arange(0, HALF_ROPE, gl.SliceLayout(0, rope_layout))  # [32]
         row = gl.to_tensor(b).to(gl.int64)

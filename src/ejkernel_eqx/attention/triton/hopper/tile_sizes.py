@@ -12,6 +12,7 @@ from ...log_forget import CHUNK
 NARROWEST = 64
 """The least channels of a tile; fewer are padded."""
 WIDEST = 512
+UNTESTED = "was not tested on a GPU with such head dims: the tuner times both"
 LEAST_QUERIES = 128
 """Queries from which on this kernel is used: fewer do not fill a tile."""
 _MULTIPROCESSORS = 132
@@ -112,6 +113,8 @@ def not_chosen(problem: Problem, device: DeviceFacts) -> str:
         return reason
     if _listed(problem):
         return _lists_not_chosen(problem, device)
+    if is_untested(problem):
+        return UNTESTED
     width, is_masked = padded_width(problem), problem.flag("window") is not None
     if width == 64 and is_masked and problem.flag("soft_cap"):
         return "was measured to be slower with a mask and a soft cap at head dims up to 64"
@@ -125,6 +128,12 @@ def _lists_not_chosen(problem: Problem, device: DeviceFacts) -> str:
         return "was not measured to be faster with such lists of tiles: the tuner times both"
     count = problem.dim("B") * problem.dim("H") * cdiv(problem.dim("T"), 128)
     return "" if count >= multiprocessors(device) else "is for lists of more tiles"
+
+
+def is_untested(problem: Problem) -> bool:
+    """Tells whether keys of a head's own are in two parts up to 256 channels."""
+    width = widths_of(problem)
+    return 0 < width.R < 256 and not rotary(problem)
 
 
 def multiprocessors(device: DeviceFacts) -> int:
