@@ -148,7 +148,7 @@ FAULTS = (
     Fault("encoder-window-whole", "weights/attention_configs.py", "_both_ways", "(window // 2, window // 2)", "(window, window)", "models/test_encoders.py"),
     Fault("embed-order", "models/embeddings.py", "embed", "[np.argsort(order)]", "[np.array(order)]", "models/test_embeddings.py"),
     Fault("pooler-first", "models/pooler.py", "Pooler.__call__", "jnp.cumsum(real, axis=-1) == 1", "jnp.arange(x.shape[-2]) == 0", "models/test_embeddings.py"),
-    Fault("generate-last-token", "models/steps.py", "begin", "last = width - 1 - jnp.argmax(mask[:, ::-1], axis=-1)", "last = jnp.full(rows, width - 1)", "models/test_generate.py"),
+    Fault("generate-last-token", "models/steps.py", "begin", "x, count[:, None, None] - 1", "x, jnp.full_like(count, width - 1)[:, None, None]", "models/test_generate.py"),
     Fault("drafts-after-the-end", "models/steps.py", "take", "(drafts == token[:, :-1]) & ~ends[:, :-1]", "drafts == token[:, :-1]", "models/test_speculative.py"),
     Fault("drafts-in-the-state", "models/speculative.py", "_taken_back", 'new if hasattr(new, "copy_pages") else old', "new", "models/test_speculative.py"),
     Fault("sampling-top-p", "models/sampling.py", "candidates", "jnp.cumsum(mass) - mass", "jnp.cumsum(mass)", "models/test_sampling.py models/test_generate.py"),

@@ -13,6 +13,7 @@ import pytest
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx.models import Decoder, DecoderConfig, LayerConfig, MLPConfig, MoEConfig
+from ejkernel_eqx.models.caches import after_prompts, before_prompts
 from ejkernel_eqx.models.rows_as_pages import have_pages
 
 INTERPRET = "triton-interpret"
@@ -258,3 +259,28 @@ def test_states_have_no_capacity():
     for name, lead, shape in (("states", (2, 3), ()), ("hybrid", (2, 3), (2, 3)), ("hybrid", (), ())):
         overflowed = model_of(name, "xla").init_cache(lead, 16).overflowed
         assert overflowed.shape == shape and not np.any(overflowed)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_first_tokens_without_the_cache(name):
+    """Features of real tokens, and the caches that a call over rows leaves, up to what is behind the tokens of a row."""
+    model, count = model_of(name, "xla"), np.array([4, 2, 3], np.int32)
+    real = jnp.asarray(np.arange(4) < count[:, None])
+    empty = model.init_cache(ROWS, 48)
+    first = before_prompts(model, empty)
+    if name in ("latent", "shared keys"):
+        assert first is empty
+        return
+    found, cache = model.features(PROMPTS, first, padding_mask=real)
+    expected, wanted = model.features(PROMPTS, empty, padding_mask=real)
+    close(jnp.where(real[..., None], found, 0), jnp.where(real[..., None], expected, 0))
+    of_tokens = np.arange(48) < count[:, None]
+
+    def seen(cache: Any) -> Any:
+        hide = lambda x: jnp.where(of_tokens[None, :, :, None, None], x, 0)
+        kept = lambda one: (
+            dataclasses.replace(one, k=hide(one.k), v=hide(one.v)) if hasattr(one, "k") else one
+        )
+        return [[kept(one) for one in stack] for stack in cache.stacks]
+
+    close(seen(after_prompts(cache, jnp.asarray(count))), seen(wanted))

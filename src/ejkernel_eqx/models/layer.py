@@ -21,6 +21,7 @@ from ..nn.parts import Parts
 from ..nn.projection import are_few, multiplied_by, project
 from ..nn.token_order import in_temporal_order, is_zigzag
 from ..normalization import ResidualRMSNorm
+from .caches import FirstKeys
 from .config import BranchConfig, LayerConfig, MLPConfig, NormType, SharedBlockConfig
 from .cross_layer_attention import CrossLayerAttention
 from .layer_inputs import LayerInputs
@@ -211,6 +212,8 @@ class DecoderLayer(Module):
         def run(mixer: Any, cache: Any) -> tuple[Array, Any]:
             if cache is None and is_zigzag(self.split) and isinstance(mixer, RecurrentLayer):
                 return in_temporal_order(self.split, mixer, h, rows), None
+            if isinstance(cache, FirstKeys):  # padding is behind all real tokens, which do not see it
+                return mixer.with_keys(h)
             return (mixer(h, **rows), None) if cache is None else mixer(h, cache, **rows)
 
         if self.config.beside is None:

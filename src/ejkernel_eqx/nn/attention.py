@@ -487,7 +487,7 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         attention = self.attention if cache is None else on_whole_rows(self.attention)
         split = attention.split if isinstance(attention, RingAttention) else None
         places = places_over(split, self.rope, given.positions, rows, x)
-        q, k, v, gate = self._heads(x, source, values, places)
+        q, k, v, gate = self._heads(x, source, values, places, return_keys)
         size, mask = self.chunk_size, with_window(self.sliding_window, given.mask)
         if size is not None and (cache is not None or rows.cu_seqlens is not None):
             mask = with_chunks(size, mask)
@@ -563,12 +563,12 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         return None if self.alibi is None else jnp.asarray(self.alibi, accumulator(q.dtype))
 
     def _heads(
-        self, x: Array, source: Array, values: Array, places: Places
+        self, x: Array, source: Array, values: Array, places: Places, together: bool = False
     ) -> tuple[Array, Array, Array, Array | None]:
-        """Queries, keys and values, `[..., H or K, D or V]`, and the gate `[..., H * V]`."""
+        """Queries, keys and values, `[..., H or K, D or V]`, and the gate `[..., H * V]`. Together: by `_turned`."""
         sources = zip(self._projections().items(), (x, source, values), self._widths())
         q, k, *v = (project(name, layer, of, n) for (name, layer), of, n in sources)
-        return self._split(q, k, v[0] if v else k, places)
+        return (self._turned if together else self._split)(q, k, v[0] if v else k, places)
 
     def _projections(self) -> dict[str, Any]:
         both: dict[str, Any] = {"q_proj": self.q_proj, "k_proj": self.k_proj}
@@ -584,7 +584,12 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         """The results of `_heads` for the norm of few tokens."""
         layers = self._projections()
         q, k, *v = projected(self.matmul, x, norm, layers, self._widths()[: len(layers)])
-        v = v[0] if v else k
+        return self._turned(q, k, v[0] if v else k, places)
+
+    def _turned(
+        self, q: Array, k: Array, v: Array, places: Places
+    ) -> tuple[Array, Array, Array, Array | None]:
+        """The results of `_split`, with norms and rotation in one operation if it computes them."""
         norms = plain_norms(self.q_norm, self.k_norm, self.norm_over_all)
         rope, rotary_heads = self.rope, self.rotary_heads
         if self.output_gate or self.temperature is not None or self.v_norm is not None:
