@@ -9,7 +9,8 @@ is the time of one device with all tokens over this one's.
 
 `train`: a step of a decoder with AdamW, its weights split over all devices. `data` has as many rows on each device as one device has alone,
 `tensor` and `sequence` the same rows in all. `experts` is a decoder with experts, which lie over the axis of the rows. `speedup` is the tokens a
-second over those of one device. `xla` is the same model on an automatic mesh with XLA's attention: what plain `jit` makes of it.
+second over those of one device. `halves`, over `tensor` and `sequence`, is the mean of the losses of two halves of the rows: the products of
+one run beside the collectives of the other. `xla` is the same model on an automatic mesh with XLA's attention: what plain `jit` makes of it.
 
 Programs are compiled with `ejkernel_eqx.models.compiler_options`; `--compiler` sets others, or these to other values.
 
@@ -239,15 +240,22 @@ def step_of(step: Step, variant: str, options: argparse.Namespace) -> tuple[Call
             devices=jax.devices()[: options.devices],
         )
         state, inputs = placed(state, model, mesh), meshes.place_tokens(batch, mesh)
+        if variant == "halves":
+            inputs = meshes.place_tokens(batch.reshape(2, rows // 2, tokens + 1), mesh)
 
     def update(state: Any, inputs: Any) -> Any:
         arrays, optimiser_state = state
 
+        def loss_of_rows(arrays: Any, tokens: Array, targets: Array) -> Array:
+            logits = cast(eqx.combine(arrays, static), options.dtype)(tokens)
+            if variant in ("explicit", "halves"):
+                return meshes.split_cross_entropy(logits, targets)
+            return jnp.mean(optax.losses.softmax_cross_entropy_with_integer_labels(logits, targets))
+
         def loss_of(arrays: Any) -> Array:
-            logits = cast(eqx.combine(arrays, static), options.dtype)(inputs[0])
-            if variant == "explicit":
-                return meshes.split_cross_entropy(logits, inputs[1])
-            return jnp.mean(optax.losses.softmax_cross_entropy_with_integer_labels(logits, inputs[1]))
+            if variant != "halves":
+                return loss_of_rows(arrays, *inputs)
+            return sum(loss_of_rows(arrays, inputs[0][half], inputs[1][half]) for half in range(2)) / 2
 
         loss, gradients = jax.value_and_grad(loss_of)(arrays)
         updates, optimiser_state = optimiser.update(gradients, optimiser_state, arrays)
@@ -268,7 +276,8 @@ def step_of(step: Step, variant: str, options: argparse.Namespace) -> tuple[Call
 
 def measure_step(name: str, step: Step, options: argparse.Namespace) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    for variant in ("one device", "explicit", "xla"):
+    halves = () if step.axis == meshes.DATA else ("halves",)
+    for variant in ("one device", "explicit", *halves, "xla"):
         row: dict[str, Any] = {"problem": name, "direction": "step", "variant": variant}
         rows.append(row)
         try:
@@ -302,16 +311,20 @@ def measure_step(name: str, step: Step, options: argparse.Namespace) -> list[dic
 
 
 _SENDS = "all-gather|all-to-all|all-reduce|reduce-scatter|collective-permute|ragged-all-to-all"
-_COLLECTIVE = re.compile(rf"= \(?((?:\w+\[[\d,]*\](?:{{[^}}]*}})?(?:, )?)+)\)? ({_SENDS})(?:-start)?\(")
-_SHAPE = re.compile(r"(\w+?)(\d+)\w*\[([\d,]*)\]")
+_COLLECTIVE = re.compile(rf"= (.*?) ({_SENDS})(-start)?\(")
+_SHAPE = re.compile(r"(\w+?)(\d+)\w*\[([\d,]+)\]")
+_WITH_OPERANDS = ("all-gather", "collective-permute")
+"""What begins returns its operands, too, before the results."""
 
 
 def sent_bytes(text: str) -> int:
     """The bytes of the results of all collectives of a compiled program, on one device; loops count once."""
     total = 0
-    for shapes, _ in _COLLECTIVE.findall(text):
-        for _, bits, dims in _SHAPE.findall(shapes):
-            total += math.prod(int(n) for n in dims.split(",") if n) * int(bits) // 8
+    for results, kind, begins in _COLLECTIVE.findall(text):
+        shapes = _SHAPE.findall(results)
+        first = len(shapes) // 2 if begins and kind in _WITH_OPERANDS else 0
+        for _, bits, dims in shapes[first:]:
+            total += math.prod(map(int, dims.split(","))) * int(bits) // 8
     return total
 
 

@@ -129,6 +129,7 @@ FAULTS = (
     Fault("z-loss-gradient", "losses/statistics.py", "slope_of", "of_loss * (2 * spec.z_loss)", "of_loss * spec.z_loss", "losses"),
     Fault("label-counted-twice", "losses/triton/kernels.py", "rows_kernel", "l = tl.where(v == place, float(\"-inf\"), l)", "l = tl.where(v == place, l, l)", "losses/test_linear_cross_entropy.py"),
     Fault("entropy-slope-in-a-kernel", "losses/triton/kernels.py", "rows_kernel", "of_p += of_p_log_p * entropy", "of_p += of_p_log_p * lse", "losses/test_statistics.py"),
+    Fault("divergence-mean-in-a-slope", "losses/triton/divergence_kernel.py", "divergence_kernel", "s - lse_s - other - mean", "s - lse_s - other", "losses/test_divergence.py"),
     Fault("sum-of-chunks", "losses/triton/compiled.py", "_added", "jax.tree.map(jnp.add, sums, added)", "jax.tree.map(jnp.maximum, sums, added)", "losses/test_linear_cross_entropy.py"),
     Fault("token-weights-of-a-mean", "losses/statistics.py", "mean_of", "count = jnp.sum(weights)", "count = jnp.sum(weights != 0)", "losses"),
     Fault("entropy-of-merged-parts", "losses/statistics.py", "merged", "weighted + shift * each.exponentials", "weighted", "losses"),

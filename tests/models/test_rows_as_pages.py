@@ -37,8 +37,9 @@ CONFIGS = {
     "latent": DecoderConfig(40, 32, (LATENT,) * 2),
     "short": DecoderConfig(40, 32, (FULL, DELTA)),
     "states": DecoderConfig(40, 32, (MAMBA, MAMBA3)),
+    "gates": DecoderConfig(40, 32, (LayerConfig("attention", HEADS | {"forget_gate": True}),)),
 }
-DECODED = [name for name in CONFIGS if name != "short"]  # "hybrid" has its layers
+DECODED = [name for name in CONFIGS if name not in ("short", "gates")]  # "hybrid" has the layers of the first
 ROWS = 3
 PROMPTS = jnp.asarray(np.random.default_rng(0).integers(0, 40, (ROWS, 4)))
 REAL = np.array([[True] * 4, [False, False, True, True], [False, True, True, True]])
@@ -233,7 +234,7 @@ def test_checks_that_are_asked_for_stop_the_program():
 
 
 def test_what_has_no_pages_runs_over_rows():
-    """The window alone, keys of 8 bits, and rows of many tokens."""
+    """The window alone, keys of 8 bits, gates, of which rows have no sums, and rows of many tokens."""
     model = model_of("window", INTERPRET)
     cases = {
         "rolling": ({"rolling": True}, 1),
@@ -244,6 +245,8 @@ def test_what_has_no_pages_runs_over_rows():
         cache, x = model.init_cache(ROWS, 16, **options), jnp.zeros((ROWS, tokens, 32))
         assert not have_pages(model, x, cache, {})
     assert have_pages(model, jnp.zeros((ROWS, 1, 32)), model.init_cache(ROWS, 16), {})
+    gated = model_of("gates", INTERPRET)
+    assert not have_pages(gated, jnp.zeros((ROWS, 1, 32)), gated.init_cache(ROWS, 16), {})
     # Arrays on several devices, also where the compiler splits them.
     mesh = jax.make_mesh((2,), ("rows",), (jax.sharding.AxisType.Auto,))
     spread = jax.device_put(

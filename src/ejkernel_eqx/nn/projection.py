@@ -122,8 +122,8 @@ def project_apart(name: str, layer: Any, x: Array, features: int) -> tuple[Array
 
 
 multiplied_by: Any = jax.make_user_context(None)
-"""`multiplied_by(matmul)` is a context in which a [`Matmul`][ejkernel_eqx.Matmul] multiplies few rows. A model opens it round a layer in a step of
-few tokens: there the time is that of reading the weights."""
+"""`multiplied_by(matmul)` is a context in which a [`Matmul`][ejkernel_eqx.Matmul] multiplies few rows, and many by quantised weights. A model opens
+it round a layer in a step of few tokens, where the time is that of reading the weights, and in calls of many."""
 
 
 def are_few(x: Array) -> bool:
@@ -165,7 +165,7 @@ def product(x: Array, weight: Weight, bias: Array | None = None, dtype: Any = No
     if (
         matmul is not None
         and dtype is None
-        and are_few(x)
+        and (are_few(x) or is_quantised(weight))
         and are_multiplied(x, [weight])
         and mesh_of((x, weight)) is None
     ):
@@ -219,11 +219,12 @@ def _float8_over(mesh: Any, x: Array, weight: Float8Weight, bias: Array | None) 
     x, array = on_mesh(mesh, x), on_mesh(mesh, jnp.asarray(weight.array))
     *lead, last = jax.typeof(x).sharding.spec
     axes_in = lambda entries: {axis for entry in entries for axis in mesh_axes(entry)}
-    others = axes_in([last, *jax.typeof(array).sharding.spec]) - axes_in(lead)
-    if any(mesh.shape[axis] > 1 for axis in others):
+    wide = lambda entries: sorted(axis for axis in axes_in(entries) - axes_in(lead) if mesh.shape[axis] > 1)
+    split = [("features", wide([last])), ("a weight", wide(jax.typeof(array).sharding.spec))]
+    if received := [f"{name} split by {', '.join(axes)}" for name, axes in split if axes]:
         raise ValueError(
-            f"x: expected a mesh whose axes split rows, as the weight is multiplied in float8 (with_float8_training), received features split by "
-            f"{', '.join(sorted(others))}; leave that axis out, or call ejx.with_float8_training(model, False)."
+            f"x: expected rows split by every axis of the mesh that splits the weight, which is multiplied in float8 (with_float8_training), and no "
+            f"features split, received {' and '.join(received)}; split rows by it, leave it out, or call ejx.with_float8_training(model, False)."
         )
     weight = eqx.tree_at(lambda weight: weight.array, weight, _reshard(array, mesh, ()))
     bias = None if bias is None else _reshard(bias, mesh, ())
@@ -236,6 +237,24 @@ def mesh_of(arrays: Any) -> Any:
         if isinstance(x, Array) and (mesh := jax.typeof(x).sharding.mesh).explicit_axes:
             return mesh
     return None
+
+
+def is_shared(x: Array) -> bool:
+    """Returns whether several devices have the same part of `x`, as the types on an explicit mesh say."""
+    sharding = jax.typeof(x).sharding
+    split = {axis for entry in sharding.spec for axis in mesh_axes(entry)}
+    return any(sharding.mesh.shape[axis] > 1 for axis in set(sharding.mesh.explicit_axes) - split)
+
+
+def in_parts(x: Array, count: int) -> Array:
+    """`x`, whose last axis is split over no more devices of an explicit mesh than divide `count`."""
+    if (mesh := mesh_of(x)) is None:
+        return x
+    *lead, last = jax.typeof(x).sharding.spec
+    axes = mesh_axes(last)
+    while count % math.prod(mesh.shape[axis] for axis in axes):
+        axes = axes[:-1]
+    return x if axes == mesh_axes(last) else _reshard(x, mesh, (*lead, axes or None))
 
 
 def on_mesh(mesh: Any, x: Array) -> Array:
