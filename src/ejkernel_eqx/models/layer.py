@@ -27,7 +27,6 @@ from .cross_layer_attention import CrossLayerAttention
 from .layer_inputs import LayerInputs
 from .mixers import MIXERS
 from .mlp import MLP, norm_of
-from .one_launch import in_one_launch
 from .shared_block import BlockAdapters, SharedBlock
 from .split import options_over
 
@@ -150,10 +149,7 @@ class DecoderLayer(Module):
             is_alone = self.beside is None and self.experts is None and self.block_adapters is None
             is_alone = is_alone and self.config.norms not in ("residual", "parallel", "parallel_apart")
             if is_alone and type(self.mixer) is MultiHeadAttention:
-                if not isinstance(self.mlp, MLP) or len(rows) > 1:
-                    return self._of_few(x, cache, rows, inputs)
-                few = lambda layer, x, cache, batch: layer._of_few(x, cache, {"batch": batch}, inputs)
-                return in_one_launch(self, x, cache, rows["batch"], few)
+                return self._of_few(x, cache, rows, inputs)
             return self.through(x, cache, rows, inputs)[:2]
 
     @compiled_call()

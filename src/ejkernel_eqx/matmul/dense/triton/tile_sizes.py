@@ -41,26 +41,15 @@ def tiles(problem: Problem, device: DeviceFacts) -> list[RowsTile]:
     by_size = sorted(shapes, key=lambda shape: abs(columns - shape[0]))
     block_m = min(padded(rows, 1 if rows <= 2 else 16), FEW_ROWS)
     width = 1 << (problem.dim("K").bit_length() - 1)
-    made = [
-        RowsTile(min([block_m, *most]), n, min(k, max(width, 16)), warps, stages)
-        for _, n, k, warps, stages, *most in by_size
-    ]
+    made = [RowsTile(block_m, n, min(k, max(width, 16)), warps, stages) for _, n, k, warps, stages in by_size]
     fits = [tile for tile in made if shared_memory(tile, problem) <= shared_memory_of(device)]
     return list(dict.fromkeys(fits)) or [RowsTile(block_m, 16, 32, 4, 1)]
 
 
 _ONE = ((1024, 2, 1024, 4, 1), (4096, 4, 512, 2, 1), (28672, 8, 512, 4, 2), (1024, 1, 1024, 2, 1))
 _FEW = ((1024, 16, 256, 2, 4), (4096, 32, 128, 4, 5), (768, 8, 512, 2, 3), (28672, 32, 256, 4, 3))
-_MANY = (
-    (1024, 16, 256, 4, 3),
-    (1024, 16, 256, 4, 3, 32),
-    (1024, 16, 128, 4, 6, 32),
-    (4096, 32, 128, 4, 4),
-    (28672, 64, 128, 8, 3),
-    (4096, 32, 64, 4, 6),
-)
-"""Columns for which a tile was the best on an H200, then rows of the weights, features, warps and stages; for up to 2, 16 and 64 rows. A sixth number
-limits the rows of a program: with few columns there are few programs, each of which reads all its rows."""
+_MANY = ((1024, 16, 256, 4, 3), (4096, 32, 128, 4, 4), (28672, 64, 128, 8, 3), (4096, 32, 64, 4, 6))
+"""Columns for which a tile was the best on an H200, then rows of the weights, features, warps and stages; for up to 2, 16 and 64 rows."""
 
 
 def _coded_tiles(problem: Problem, device: DeviceFacts) -> list[RowsTile]:
