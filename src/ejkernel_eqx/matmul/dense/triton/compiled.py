@@ -64,9 +64,15 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
 
 def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     """Configurations worth timing, the heuristic first."""
-    hopper = [TritonConfig(tile) for tile in many.hopper_tiles(problem, device)]
+    # Of these, Triton's kernel is for few rows.
+    coded = problem.flag("weights") is not None and problem.dim("B") * problem.dim("M") > 4
+    floats = TritonConfig(RowsTile(64, 64, 64, 4, 3), floats_apart=True)
+    ranked = (
+        [TritonConfig(tile) if tile else floats for tile in many.ranked(problem, device)] if coded else []
+    )
     if is_of_many(problem):
-        return [*hopper, TritonConfig(RowsTile(64, 64, 64, 4, 3), floats_apart=True)]
+        return ranked
+    hopper = [config for config in ranked if config is not floats]
     nvidia = device.vendor == "nvidia"
     # With one row, a program's norm costs less than a launch. It leaves rows unscaled, which float16 may not hold.
     most = 2 if problem.flag("weights") is None else 1
@@ -137,7 +143,7 @@ def _forward(arrays: MatmulArrays, spec: MatmulSpec, config: TritonConfig) -> di
         "FACTOR": arrays.factor is not None,
     }
     unit = 0 if form is None else unit_of(form, features, config.tile.block_k)
-    numbers |= many.numbers_of(form, features, unit)
+    numbers |= many.constants_of(form, features, unit)
     numbers |= {f"N{i}": n for i, n in enumerate((*columns, 0, 0)[:3])}
     numbers |= {name.upper(): getattr(arrays, name) is not None for name in BIASES}
     outputs = {name: result(batch, rows, n, dtype=arrays.x.dtype) for name, n in zip(RESULTS, columns)}

@@ -15,11 +15,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..codes import block_of, E2M1, E4M3, E5M2, FLOAT16, FLOAT32, Form, INT8, scale_of, UINT4
 from .tile import ahead, barriers_of, CONSUMERS, following, place, stages_of
 
+HALF = gl.constexpr(64)
+"""The rows of the weight that a consumer has: those of one instruction. Both consumers of a tile have the same ones if they share features: each
+takes every other step, and the second hands its sums to the first."""
 # Scales and zero points of the weight, and the factor of the matrix.
 Scales = namedtuple("Scales", "scales_ptr zeros_ptr factor_ptr")
-# Sizes, how the weight is stored, and the tile, as the kernel's parameters; then rows of the weight that a consumer has, how many tiles there are of
-# them, and steps. Consumers that share features have the same rows: each takes every other step, and the second hands its sums to the first.
-Coded = namedtuple("Coded", "K N form UNIT FACTOR SHARED BM BN BK STAGES SWIZZLE EACH TILES STEPS")
+# Sizes, how the weight is stored, and the tile, as the kernel's parameters; then rows of the weight of a tile, how many tiles those are, and steps.
+Coded = namedtuple("Coded", "K N form UNIT FACTOR SHARED BM BK STAGES SWIZZLE ROWS TILES STEPS")
 # Stages of codes and of rows, and their barriers.
 Ring = namedtuple("Ring", "codes rows full empty turns")
 
@@ -95,7 +97,7 @@ def _times(pairs, scale, HALVES: gl.constexpr, SCALED: gl.constexpr):
 
 @gluon.jit
 def _by_units(pairs, x, operation: gl.constexpr):
-    """An operation on pairs of bfloat16 numbers `[EACH, UNITS, pairs]`, and twice a float32 `[EACH, UNITS]` that bfloat16 has exactly."""
+    """An operation on pairs of bfloat16 numbers `[HALF, UNITS, pairs]`, and twice a float32 `[HALF, UNITS]` that bfloat16 has exactly."""
     x = _elementwise("prmt.b32 $0, $1, $1, 0x3232;", x, x, x)
     pairs, x = gl.broadcast(pairs, gl.expand_dims(x, 2))
     asm: gl.constexpr = operation + ".rn.bf16x2 $0, $1, $2;"
@@ -104,7 +106,7 @@ def _by_units(pairs, x, operation: gl.constexpr):
 
 @gluon.jit
 def _block_at(scales, n, unit, k, coded: gl.constexpr):
-    """The bits of the scales of rows `n` `[EACH, 1]` and units of features `[1, UNITS]` from `k` on, and their zero points."""
+    """The bits of the scales of rows `n` `[HALF, 1]` and units of features `[1, UNITS]` from `k` on, and their zero points."""
     form: gl.constexpr = coded.form
     there = k + unit < coded.K
     at = block_of(n, gl.where(there, k + unit, 0), coded.K, form)
@@ -117,12 +119,12 @@ def _block_at(scales, n, unit, k, coded: gl.constexpr):
 
 @gluon.jit
 def _numbers(ring, s, bits, zeros, W: gl.constexpr, operand: gl.constexpr, coded: gl.constexpr):
-    """A consumer's numbers of a stage, `[EACH, BK]` in bfloat16."""
+    """A consumer's numbers of a stage, `[HALF, BK]` in bfloat16."""
     form: gl.constexpr = coded.form
     HALVES: gl.constexpr = form.ELEMENT == E4M3 or form.ELEMENT == E5M2
-    codes = ring.codes.index(s).slice(0 if coded.SHARED else W * coded.EACH, coded.EACH).load(gl.DotOperandLayout(0, operand.parent, 1))
-    w = _pairs(codes.to(gl.uint32), form.ELEMENT)  # [EACH, BK / 2]
-    w = gl.reshape(w, [coded.EACH, coded.BK // coded.UNIT, coded.UNIT // 2])
+    codes = ring.codes.index(s).slice(0 if coded.SHARED else W * HALF, HALF).load(gl.DotOperandLayout(0, operand.parent, 1))
+    w = _pairs(codes.to(gl.uint32), form.ELEMENT)  # [HALF, BK / 2]
+    w = gl.reshape(w, [HALF, coded.BK // coded.UNIT, coded.UNIT // 2])
     if form.ZEROS:
         w = _by_units(w, zeros.to(gl.float32) - 8.0, "sub")
     if form.COLUMNS > 0:
@@ -134,10 +136,10 @@ def _numbers(ring, s, bits, zeros, W: gl.constexpr, operand: gl.constexpr, coded
             w = _by_units(w, scale, "mul")
     elif HALVES:
         w = _times(w, w, True, False)
-    w = gl.reshape(w, [coded.EACH, coded.BK // 2])
+    w = gl.reshape(w, [HALF, coded.BK // 2])
     low = (w & 0xFFFF).to(gl.uint16).to(gl.bfloat16, bitcast=True)
     high = (w >> 16).to(gl.uint16).to(gl.bfloat16, bitcast=True)
-    return gl.convert_layout(gl.reshape(gl.join(low, high), [coded.EACH, coded.BK]), operand)
+    return gl.convert_layout(gl.reshape(gl.join(low, high), [HALF, coded.BK]), operand)
 
 
 @gluon.jit
@@ -155,67 +157,54 @@ def _after(s, phase, coded: gl.constexpr):
 
 
 @gluon.jit
-def _step(ring, acc, w, s, phase, scales, n, unit, k, bits, zeros, more, W: gl.constexpr, operand: gl.constexpr, coded: gl.constexpr):
-    """Products of a step, and meanwhile the numbers of the next one, if there are `more`, by the scales and zero points at hand. Those of the step
-    from `k` on are loaded."""
-    acc = warpgroup_mma(w, ring.rows.index(s).permute((1, 0)), acc, is_async=True)
-    next_s, next_phase = _after(s, phase, coded)
-    upcoming, later, later_zeros = w, bits, zeros
-    if more:
-        if coded.form.COLUMNS > 0 or coded.form.ZEROS:
-            later, later_zeros = _block_at(scales, n, unit, k, coded)
-        mbarrier.wait(ring.full.index(next_s), next_phase)
-        upcoming = _numbers(ring, next_s, bits, zeros, W, operand, coded)
-    acc, w = warpgroup_mma_wait(0, deps=[acc, w])
-    mbarrier.arrive(ring.empty.index(s), count=1)
-    return acc, upcoming, later, later_zeros, next_s, next_phase
-
-
-@gluon.jit
 def _consumer(ring, staging, sums, out_ptr, scales, M, W: gl.constexpr, coded: gl.constexpr):
     """Multiplies half the rows of the weight of every tile, or half the features, by its rows, and stores the products."""
     BM: gl.constexpr = coded.BM
     BK: gl.constexpr = coded.BK
     UNITS: gl.constexpr = BK // coded.UNIT
     SHARED: gl.constexpr = coded.SHARED
-    EACH: gl.constexpr = coded.EACH
     form: gl.constexpr = coded.form
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     # Each thread loads the scales of its own numbers.
-    pairs = gl.zeros([EACH, BK // 2], gl.uint32, gl.DotOperandLayout(0, layout, 1))
-    of_units: gl.constexpr = gl.SliceLayout(2, gl.reshape(pairs, [EACH, UNITS, coded.UNIT // 2]).type.layout)
-    mine = gl.expand_dims(gl.arange(0, EACH, gl.SliceLayout(1, of_units)), 1)  # [EACH, 1]
+    pairs = gl.zeros([HALF, BK // 2], gl.uint32, gl.DotOperandLayout(0, layout, 1))
+    of_units: gl.constexpr = gl.SliceLayout(2, gl.reshape(pairs, [HALF, UNITS, coded.UNIT // 2]).type.layout)
+    mine = gl.expand_dims(gl.arange(0, HALF, gl.SliceLayout(1, of_units)), 1)  # [HALF, 1]
     unit = gl.expand_dims(gl.arange(0, UNITS, gl.SliceLayout(0, of_units)) * coded.UNIT, 0)  # [1, UNITS]
     total = (M + BM - 1) // BM * coded.TILES
     STEP: gl.constexpr = 2 * BK if SHARED else BK
     STEPS: gl.constexpr = coded.STEPS // 2 if SHARED else coded.STEPS
     START: gl.constexpr = W * BK if SHARED else 0
     # Made here, while the first tile is on its way.
-    out = _descriptor(out_ptr, M, coded.N, [BM, EACH])
+    out = _descriptor(out_ptr, M, coded.N, [BM, HALF])
     s, phase, turn = W if SHARED else 0, 0, 0
     t = gl.program_id(0)
     while t < total:
         row, column = place(t, M, BM, coded.TILES, coded.SWIZZLE)
-        first = column * coded.BN + (0 if SHARED else W * EACH)
+        first = column * coded.ROWS + (0 if SHARED else W * HALF)
         n = gl.minimum(first + mine, coded.N - 1)
-        acc = gl.zeros([EACH, BM], gl.float32, layout)
-        first_bits, first_zeros, bits, zeros = 0, 0, 0, 0
+        acc = gl.zeros([HALF, BM], gl.float32, layout)
+        bits, zeros, later, later_zeros = 0, 0, 0, 0
         # Numbers of a step are made while the products of the step before are computed, and its scales are loaded a step before that.
         if form.COLUMNS > 0 or form.ZEROS:
-            first_bits, first_zeros = _block_at(scales, n, unit, START, coded)
-            bits, zeros = _block_at(scales, n, unit, START + STEP, coded)
+            bits, zeros = _block_at(scales, n, unit, START, coded)
+            later, later_zeros = _block_at(scales, n, unit, START + STEP, coded)
         mbarrier.wait(ring.full.index(s), phase)
-        w = _numbers(ring, s, first_bits, first_zeros, W, operand, coded)
-        # Two steps at once: numbers need not be moved to where those before were.
-        for k in range(0, STEPS - 1, 2):
-            at = START + (k + 2) * STEP
-            acc, v, bits, zeros, s, phase = _step(
-                ring, acc, w, s, phase, scales, n, unit, at, bits, zeros, True, W, operand, coded)
-            acc, w, bits, zeros, s, phase = _step(
-                ring, acc, v, s, phase, scales, n, unit, at + STEP, bits, zeros, k + 2 < STEPS, W, operand, coded)
-        if STEPS % 2 == 1:
-            acc, w, bits, zeros, s, phase = _step(ring, acc, w, s, phase, scales, n, unit, 0, bits, zeros, False, W, operand, coded)
+        w = _numbers(ring, s, bits, zeros, W, operand, coded)
+        for k in range(STEPS):
+            acc = warpgroup_mma(w, ring.rows.index(s).permute((1, 0)), acc, is_async=True)
+            next_s, next_phase = _after(s, phase, coded)
+            upcoming = w
+            if k + 1 < STEPS:
+                if form.COLUMNS > 0 or form.ZEROS:
+                    bits, zeros = later, later_zeros
+                    later, later_zeros = _block_at(scales, n, unit, START + (k + 2) * STEP, coded)
+                mbarrier.wait(ring.full.index(next_s), next_phase)
+                upcoming = _numbers(ring, next_s, bits, zeros, W, operand, coded)
+            acc, w = warpgroup_mma_wait(0, deps=[acc, w])
+            mbarrier.arrive(ring.empty.index(s), count=1)
+            w = upcoming
+            s, phase = next_s, next_phase
         if SHARED and W == 1:
             # The sums of the tile before have been taken.
             mbarrier.wait(ring.turns.index(1), turn ^ 1)
@@ -228,8 +217,8 @@ def _consumer(ring, staging, sums, out_ptr, scales, M, W: gl.constexpr, coded: g
                 mbarrier.arrive(ring.turns.index(1), count=1)
             # Scales that all features share.
             if form.COLUMNS == 0:
-                rows = gl.minimum(first + gl.arange(0, EACH, gl.SliceLayout(1, layout)), coded.N - 1)  # [EACH]
-                acc *= gl.expand_dims(scale_of(gl.load(scales.scales_ptr + block_of(rows, 0, coded.K, form)), form.SCALE), 1)
+                at = gl.minimum(first + gl.arange(0, HALF, gl.SliceLayout(1, layout)), coded.N - 1)  # [HALF]
+                acc *= gl.expand_dims(scale_of(gl.load(scales.scales_ptr + block_of(at, 0, coded.K, form)), form.SCALE), 1)
             if coded.FACTOR:
                 acc *= gl.load(scales.factor_ptr).to(gl.float32, bitcast=True)
             # The copy before has left the shared memory.
@@ -249,29 +238,19 @@ def _loader(ring, x_ptr, codes_ptr, M, coded: gl.constexpr):
     BK: gl.constexpr = coded.BK
     four: gl.constexpr = coded.form.ELEMENT == UINT4 or coded.form.ELEMENT == E2M1
     total = (M + BM - 1) // BM * coded.TILES
-    BYTES: gl.constexpr = 2 * BM * BK + coded.BN * (BK // 2 if four else BK)
-    codes = _descriptor(codes_ptr, coded.N, coded.K // 2, [coded.BN, BK // 2])
-    t = gl.program_id(0)
-    # The first codes are on their way while the other descriptor is made.
-    EARLY: gl.constexpr = coded.STAGES if coded.STAGES < coded.STEPS else coded.STEPS
-    if t < total:
-        row, column = place(t, M, BM, coded.TILES, coded.SWIZZLE)
-        for k in range(EARLY):
-            mbarrier.expect(ring.full.index(k), BYTES)
-            tma.async_copy_global_to_shared(codes, [column * coded.BN, k * (BK // 2)], ring.full.index(k), ring.codes.index(k))
+    BYTES: gl.constexpr = 2 * BM * BK + coded.ROWS * (BK // 2 if four else BK)
+    codes = _descriptor(codes_ptr, coded.N, coded.K // 2, [coded.ROWS, BK // 2])
     rows = _descriptor(x_ptr, M, coded.K, [BM, BK])
     # Every stage is free at first: its barrier passes for the parity before.
-    s, phase, early = 0, 1, EARLY
+    s, phase = 0, 1
+    t = gl.program_id(0)
     while t < total:
         row, column = place(t, M, BM, coded.TILES, coded.SWIZZLE)
         for k in range(coded.STEPS):
+            mbarrier.wait(ring.empty.index(s), phase)
             full = ring.full.index(s)
-            if early > 0:
-                early -= 1
-            else:
-                mbarrier.wait(ring.empty.index(s), phase)
-                mbarrier.expect(full, BYTES)
-                tma.async_copy_global_to_shared(codes, [column * coded.BN, k * (BK // 2)], full, ring.codes.index(s))
+            mbarrier.expect(full, BYTES)
+            tma.async_copy_global_to_shared(codes, [column * coded.ROWS, k * (BK // 2)], full, ring.codes.index(s))
             tma.async_copy_global_to_shared(rows, [row * BM, k * BK], full, ring.rows.index(s))
             s, phase = following(s, phase, coded.STAGES)
         t += gl.num_programs(0)
@@ -282,27 +261,27 @@ def hopper_coded_kernel(
     x_ptr, codes_ptr, scales_ptr, zeros_ptr, factor_ptr, M,  # [M, K], [N, K] or [N, K / 2], [blocks of N, blocks of K], as scales, []
     out_ptr,  # [M, N]
     K: gl.constexpr, N: gl.constexpr, ELEMENT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, SCALE: gl.constexpr,
-    ZEROS: gl.constexpr, FACTOR: gl.constexpr, UNIT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    NUM_STAGES: gl.constexpr, SWIZZLE: gl.constexpr, SHARED: gl.constexpr,
+    ZEROS: gl.constexpr, FACTOR: gl.constexpr, UNIT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr,
+    SWIZZLE: gl.constexpr, SHARED: gl.constexpr,
 ):
     # out = x w^T, where w are the numbers of the codes.
     form: gl.constexpr = Form(ELEMENT, ROWS, COLUMNS, SCALE, ZEROS)
-    EACH: gl.constexpr = BLOCK_N if SHARED else BLOCK_N // CONSUMERS
-    TILES: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    HEIGHT: gl.constexpr = HALF if SHARED else 2 * HALF
+    TILES: gl.constexpr = (N + HEIGHT - 1) // HEIGHT
     STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     # What is loaded past the last feature is 0.
     EVEN: gl.constexpr = (STEPS + 1) // 2 * 2 if SHARED else STEPS
-    coded: gl.constexpr = Coded(K, N, form, UNIT, FACTOR, SHARED, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, SWIZZLE, EACH, TILES, EVEN)
+    coded: gl.constexpr = Coded(K, N, form, UNIT, FACTOR, SHARED, BLOCK_M, BLOCK_K, NUM_STAGES, SWIZZLE, HEIGHT, TILES, EVEN)
     four: gl.constexpr = ELEMENT == UINT4 or ELEMENT == E2M1
     # Two codes are an element.
     pair: gl.constexpr = gl.uint8 if four else gl.uint16
     codes_ptr = codes_ptr.to(gl.pointer_type(pair), bitcast=True)
     full, empty, turns = barriers_of(NUM_STAGES, 1 if SHARED else CONSUMERS)
-    codes_s = stages_of(pair, [BLOCK_N, BLOCK_K // 2], NUM_STAGES)
+    codes_s = stages_of(pair, [HEIGHT, BLOCK_K // 2], NUM_STAGES)
     rows_s = stages_of(gl.bfloat16, [BLOCK_M, BLOCK_K], NUM_STAGES)
     # Each consumer stores its part of a tile, or hands it over.
-    staging = stages_of(gl.bfloat16, [BLOCK_M, EACH], 1 if SHARED else CONSUMERS)
-    sums = stages_of(gl.float32, [EACH, BLOCK_M if SHARED else 32], 1)
+    staging = stages_of(gl.bfloat16, [BLOCK_M, HALF], 1 if SHARED else CONSUMERS)
+    sums = stages_of(gl.float32, [HALF, BLOCK_M if SHARED else 32], 1)
     ring = Ring(codes_s, rows_s, full, empty, turns)
     scales = Scales(scales_ptr, zeros_ptr, factor_ptr)
     # Two consumers of four warps with 232 registers a thread, one producer warp with 40.
