@@ -65,7 +65,7 @@ ODD = Case(B=1, T=777, S=777, H=4, K=2, D=128, V=128)
         dataclasses.replace(ODD, left=150, right=40),
         dataclasses.replace(ODD, T=300, S=1300, right=0, offset=1000),
         dataclasses.replace(ODD, D=64, V=64, right=0),
-        dataclasses.replace(ODD, K=1, D=64, V=64, left=150, right=40, soft_cap=20.0),
+        dataclasses.replace(ODD, D=64, V=64, left=150, right=40, soft_cap=20.0),
         dataclasses.replace(ODD, D=64, V=64, segments=True, right=0),
         dataclasses.replace(ODD, D=40, V=64, T=400, S=700, rows="scattered"),
         dataclasses.replace(ODD, D=80, V=72, rows="packed"),

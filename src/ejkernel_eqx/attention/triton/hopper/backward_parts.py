@@ -5,7 +5,7 @@ claims it and tells the others through a work queue. Tiles are claimed in one or
 on: it does not matter how many programs run at a time.
 
 The sum `dq` has one order, kept by a semaphore for each of its tiles: a tile of keys adds to a tile of queries after all tiles before it. All of them take
-the last queries first, of which causal masks let every key be seen, and all heads of a group for one tile of queries (but see `heads_apart`): a tile that is
+the last queries first, of which causal masks let every key be seen, and all heads of a group for one tile of queries: a tile that is
 claimed with the one before it is behind by one addition, never by a tile."""
 
 from collections import namedtuple
@@ -89,23 +89,6 @@ def _key_tile(t, tiles, lengths, sizes: gl.constexpr, masking: gl.constexpr):
 def _step(e, hi, G: gl.constexpr):
     """Head of the group and tile of queries of step `e` of a tile of keys."""
     return e % G, hi - 1 - e // G
-
-
-@gluon.constexpr_function
-def heads_apart(sizes, masking):
-    """Whether a tile of keys takes one head of its group after the other: of four and more narrow heads in windows. There the tile after it comes to a
-    tile of queries a tile later, and what all heads and programs read in between is more than fits the cache."""
-    return sizes.KEY_SLOTS > 1 and sizes.H >= 4 * sizes.K and masking.LEFT >= 0 and not masking.TABLE
-
-
-@gluon.jit
-def _step_of(e, lo, hi, G: gl.constexpr, sizes: gl.constexpr, masking: gl.constexpr):
-    """As `_step`, of kernels that may take heads apart."""
-    if heads_apart(sizes, masking):
-        count = hi - lo
-        return e // count, hi - 1 - e % count
-    else:
-        return e % G, hi - 1 - e // G
 
 
 @gluon.jit
@@ -222,7 +205,7 @@ def _writer(queue, buffers, dq_descs, gates, tiles, lengths, W: gl.constexpr, si
         steps = (hi - lo) * G
         for e in range((W + (WRITERS - 1) * done) % WRITERS, steps, WRITERS):
             s = done + e
-            head, m = _step_of(e, lo, hi, G, sizes, masking)
+            head, m = _step(e, hi, G)
             h = g * G + head
             # How many tiles of keys add to these queries before this one.
             before = n
@@ -298,7 +281,7 @@ def _loader(queue, buffers, barriers, descs, tiles, lengths, sizes: gl.constexpr
         # Queries and cotangents of every step.
         steps = (hi - lo) * G
         for e in range(steps):
-            head, m = _step_of(e, lo, hi, G, sizes, masking)
+            head, m = _step(e, hi, G)
             h = g * G + head
             _load(descs.q, descs.lse, buffers.q, buffers.lse, q_full, q_empty, b, h, b * H + h, m * BLOCK_Q, done + e, sizes, ROPES)
             for part in gl.static_range(ROPES):

@@ -22,11 +22,10 @@ from .backward_parts import (
     _key_tile,
     _next_tile,
     _score_gradients,
-    _step_of,
+    _step,
     _store_dq,
     _weights,
     CONSUMERS,
-    heads_apart,
 )
 
 SIZE = gl.constexpr(64)
@@ -93,8 +92,7 @@ def _consumer(queue, buffers, ds_buffers, outputs, barriers, row_arrays, tiles, 
         first, last = 0, steps
         if not masking.TABLE:  # the queries that see these keys, of those that see any of the tile
             begin, full_lo, full_hi, end = query_tiles(tiles.bounds, b, n * CONSUMERS + W, offset, T, S, SIZE, SIZE, masking.LEFT, masking.RIGHT, False, False)
-            if not heads_apart(sizes, masking):
-                first, last = (hi - end) * G, (hi - begin) * G
+            first, last = (hi - end) * G, (hi - begin) * G
         for e in range(0, first):
             _skip_step(done + e, ds_buffers, full, empty, W, NUM_STAGES)
         dk = gl.zeros([SIZE, D], gl.float32, layout)  # [64, D]
@@ -107,7 +105,7 @@ def _consumer(queue, buffers, ds_buffers, outputs, barriers, row_arrays, tiles, 
         for e in range(first, last):
             s = done + e
             at = s % NUM_STAGES
-            _, m = _step_of(e, lo, hi, G, sizes, masking)
+            _, m = _step(e, hi, G)
             mbarrier.wait(full.index(at), (s // NUM_STAGES) & 1)
             qk = _scores(k, qs.index(at), D)
             dp = _scores(v, dos.index(at), D)
