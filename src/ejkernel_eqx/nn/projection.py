@@ -246,10 +246,8 @@ def is_shared(x: Array) -> bool:
     return any(sharding.mesh.shape[axis] > 1 for axis in set(sharding.mesh.explicit_axes) - split)
 
 
-def in_parts(x: Array, count: int) -> Array:
-    """`x`, whose last axis is split over no more devices of an explicit mesh than divide `count`."""
-    if (mesh := mesh_of(x)) is None:
-        return x
+def in_parts(mesh: Any, x: Array, count: int) -> Array:
+    """`x`, whose last axis is split over no more devices of its explicit mesh than divide `count`."""
     *lead, last = jax.typeof(x).sharding.spec
     axes = mesh_axes(last)
     while count % math.prod(mesh.shape[axis] for axis in axes):

@@ -11,7 +11,7 @@ from .._shapes import AnyArray
 from ..paged import RaggedBatch
 from ..sequences.packing import read_ids, read_offsets
 from .arguments import read_array
-from .projection import in_parts, project
+from .projection import in_parts, mesh_of, project
 
 
 def clear(x: Array, real: AnyArray | None) -> Array:
@@ -35,7 +35,9 @@ def packed(cu_seqlens: Any, length: Any) -> tuple[Array, Array]:
 
 def split_heads(x: Array, heads: int) -> Array:
     """`[..., H * D]` to `[..., H, D]`. Devices that split the features of a head on an explicit mesh gather them."""
-    return in_parts(x, heads).reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
+    if (mesh := mesh_of(x)) is not None:
+        x = in_parts(mesh, x, heads)
+    return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
 
 
 def merge_heads(x: Array) -> Array:
