@@ -58,7 +58,7 @@ def test_what_surrounds_them(dtype):
     np.testing.assert_array_equal(jnp.isnan(poisoned).any(-1), np.arange(70) == 3)
 
 
-def problem(name: str = "int8", dtype: str = "bfloat16", **sizes: int) -> Any:
+def problem(name: str = "int8", dtype: str = "bfloat16", **sizes: Any) -> Any:
     of = example_problem("matmul", {"M": 200, "K": 4096, "N": 14336} | sizes, dtype, {"weights": "int8"})
     known = dict(of.flags) | {"weights": word_of(FORMS[name])}
     return dataclasses.replace(of, flags=tuple(sorted(known.items())))
@@ -81,11 +81,16 @@ def test_which_calls_have_many_rows():
         (problem(N=1004), False),
         (problem("int4", K=4112), False),
         (problem(M=2**30 + 1), False),
+        (problem("zeros"), False),
+        (problem("mxfp4", M=4096), False),
+        (problem(M=40), True),
+        (problem(M=40, N=4096), False),
     ],
 )
 def test_where_hoppers_kernel_is_chosen(of, is_chosen):
     first = compiled.candidates(of, HOPPER)[0]
-    assert (first.tile.hopper_programs == 132) == is_chosen == (not first.floats_apart)
+    assert (first.tile.hopper_programs == 132) == is_chosen
+    assert is_chosen or first.floats_apart == (of.dim("M") > 64)
     assert compiled.config_unsupported(first, of, HOPPER) is None
 
 

@@ -80,7 +80,7 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     apart = bool(problem.flag("norm")) and not few
     precision = "tf32x3" if nvidia else "ieee"
     of_few = [TritonConfig(tile, apart, precision, nvidia) for tile in tiles(problem, device)]
-    return hopper + of_few if many.is_preferred(problem) else of_few + hopper
+    return hopper + of_few if coded and many.is_preferred(problem) else of_few + hopper
 
 
 def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str | None:

@@ -62,6 +62,7 @@ def _launcher(x: Array, side: list[Any], spec: MatmulSpec, unit: int) -> Launche
 
 def _floats(side: list[Any], spec: MatmulSpec, x: Array) -> Array:
     """The numbers of a right side in the dtype of rows, rounded once."""
+    assert spec.format is not None
     shape, unit = (*side[0].shape[:-1], x.shape[-1]), unit_of(spec.format, x.shape[-1], _FLOATS.block_k)
     rows = math.prod(shape[:-1])
     programs = cdiv(rows, _FLOATS.block_n) * cdiv(x.shape[-1], _FLOATS.block_k)
@@ -105,9 +106,16 @@ def unfit(problem: Problem, tile: RowsTile) -> str | None:
     return None
 
 
+def is_checked(problem: Problem) -> bool:
+    """Returns whether the tests of Hopper's kernel have run on a GPU for the format."""
+    form = form_of(str(problem.flag("weights")))
+    return not form.zeros and form.element != "float8_e5m2"
+
+
 def is_preferred(problem: Problem) -> bool:
     """Returns whether Hopper's kernel is preferred to Triton's for up to 64 rows: its tiles need many rows of the weight."""
-    return problem.dim("B") * problem.dim("M") > 16 and min(columns_of(problem)) >= 8192
+    rows = problem.dim("B") * problem.dim("M")
+    return rows > 16 and min(columns_of(problem)) >= 8192 and is_checked(problem)
 
 
 TILES = numbers_of(
@@ -124,10 +132,8 @@ def ranked(problem: Problem, device: DeviceFacts) -> list[RowsTile | None]:
     form, programs = form_of(str(problem.flag("weights"))), device.num_multiprocessors or 132
     more = _MORE.get(form.element, 1.08) * features / 4096
     # Two launches, floats at the speed of memory, and 760 operations a picosecond.
-    floats = (
-        10 + columns * features * (0.8e-6 if form.bits == 8 else 0.7e-6) + rows * columns * features / 380e6
-    )
-    costs: dict[RowsTile | None, float] = {None: floats}
+    made = 0.8e-6 if form.bits == 8 else 0.7e-6
+    costs: dict[RowsTile | None, float] = {None: 10 + columns * features * (made + rows / 380e6)}
     for *sizes, each in TILES if gluon_unavailable(device) is None else ():
         tile = RowsTile(*sizes, hopper_programs=programs)
         if unfit(problem, tile) is None:
@@ -135,9 +141,7 @@ def ranked(problem: Problem, device: DeviceFacts) -> list[RowsTile | None]:
             waves = cdiv(cdiv(rows, tile.block_m) * cdiv(columns, tile.block_n), programs)
             costs[tile] = waves * each * more
     order = sorted(costs, key=lambda tile: costs[tile])
-    # Of other formats the tests of the tiles have not run on a GPU.
-    known = not form.zeros and form.element != "float8_e5m2"
-    return order[:5] if known else [None, *(tile for tile in order[:5] if tile)]
+    return order[:5] if is_checked(problem) else [None, *(tile for tile in order[:5] if tile)]
 
 
 def shared_memory_of_hopper(tile: RowsTile, form: QuantFormat) -> int:
