@@ -208,7 +208,7 @@ def _over_mesh(mesh: Any, dtype: Any, x: Array, weight: Array, bias: Array | Non
     lead = jax.typeof(x).sharding.spec[:-1]
     taken = {axis for entry in lead for axis in mesh_axes(entry)}
     rows = tuple(axis for axis in mesh_axes(jax.typeof(weight).sharding.spec[0]) if axis not in taken) or None
-    bias = None if bias is None else _reshard(bias, mesh, (rows,))
+    bias = None if bias is None else reshard(bias, mesh, (rows,))
     return _product(dtype, NamedSharding(mesh, PartitionSpec(*lead, rows)), x, weight, bias)
 
 
@@ -226,9 +226,9 @@ def _float8_over(mesh: Any, x: Array, weight: Float8Weight, bias: Array | None) 
             f"x: expected rows split by every axis of the mesh that splits the weight, which is multiplied in float8 (with_float8_training), and no "
             f"features split, received {' and '.join(received)}; split rows by it, leave it out, or call ejx.with_float8_training(model, False)."
         )
-    weight = eqx.tree_at(lambda weight: weight.array, weight, _reshard(array, mesh, ()))
-    bias = None if bias is None else _reshard(bias, mesh, ())
-    return _product(None, None, _reshard(x, mesh, (*lead, None)), weight, bias)
+    weight = eqx.tree_at(lambda weight: weight.array, weight, reshard(array, mesh, ()))
+    bias = None if bias is None else reshard(bias, mesh, ())
+    return _product(None, None, reshard(x, mesh, (*lead, None)), weight, bias)
 
 
 def mesh_of(arrays: Any) -> Any:
@@ -246,21 +246,12 @@ def is_shared(x: Array) -> bool:
     return any(sharding.mesh.shape[axis] > 1 for axis in set(sharding.mesh.explicit_axes) - split)
 
 
-def in_parts(mesh: Any, x: Array, count: int) -> Array:
-    """`x`, whose last axis is split over no more devices of its explicit mesh than divide `count`."""
-    *lead, last = jax.typeof(x).sharding.spec
-    axes = mesh_axes(last)
-    while count % math.prod(mesh.shape[axis] for axis in axes):
-        axes = axes[:-1]
-    return x if axes == mesh_axes(last) else _reshard(x, mesh, (*lead, axes or None))
-
-
 def on_mesh(mesh: Any, x: Array) -> Array:
     """The array, replicated if it was on no mesh."""
-    return _reshard(x, mesh, ()) if jax.typeof(x).sharding.mesh.empty else x
+    return reshard(x, mesh, ()) if jax.typeof(x).sharding.mesh.empty else x
 
 
-def _reshard(x: Array, mesh: Any, spec: tuple[Any, ...]) -> Array:
+def reshard(x: Array, mesh: Any, spec: tuple[Any, ...]) -> Array:
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
