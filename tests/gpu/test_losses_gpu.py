@@ -34,7 +34,7 @@ def longer(case: Case) -> Case:
     """The same in several programs and chunks, with a last tile that is not full."""
     lead = (*case.lead[:-1], 40 * case.lead[-1])
     words = 97 * case.vocabulary
-    return dataclasses.replace(case, lead=lead, vocabulary=words, features=136, chunk=96)
+    return dataclasses.replace(case, lead=lead, vocabulary=words, features=max(136, case.features), chunk=96)
 
 
 EVERY = CASES | {f"{name}, long": longer(case) for name, case in CASES.items()}

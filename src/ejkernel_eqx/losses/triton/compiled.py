@@ -34,6 +34,8 @@ from . import divergence_kernel, kernels
 OPAQUE = True
 _BYTES = 400 * 10**6
 """Of the logits of a chunk, by default."""
+_UNROLLED = 2048
+"""Features over which a loop is unrolled."""
 _TILES = ((4096, 16), (4096, 8), (8192, 16), (8192, 32))
 """Logits that a program reads at a time, in 16 bits, and its warps; the best first, as measured on an H200."""
 
@@ -207,8 +209,10 @@ def _launch(
     outputs |= {name: each if has_part and flag else NOTHING for name, flag in flags.items()}
     of = {} if slope is None else slope._asdict()
     more = dict.fromkeys((*Slope._fields, "lse", "entropy")) | of | ({} if known is None else known._asdict())
+    size = arrays["x"].shape[1]
     numbers = {
-        "E": arrays["x"].shape[1],
+        "E": size,
+        "FEATURES": size if size <= _UNROLLED else 0,
         "PART": has_part,
         **given(**{name.upper(): of.get(name) for name in Slope._fields[2:]}),
         **{name.upper(): flag for name, flag in flags.items()},
