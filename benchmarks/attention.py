@@ -284,7 +284,7 @@ class Attention(runner.Family):
 
     def implementations(self, problem: AttentionProblem, options: Namespace, direction: str) -> Others:
         """Starts with the peer that ratios are relative to."""
-        if problem.is_plain or (problem.window is not None and not problem.packed):
+        if problem.is_plain or (problem.window is not None and not (problem.packed or problem.sinks)):
             name, kind = ("cudnn", "cudnn") if jax.default_backend() == "gpu" else ("jax-xla", "xla")
             yield self.in_jax(problem, name, jax_nn(problem, kind))
         yield from super().implementations(problem, options, direction)

@@ -9,7 +9,8 @@ is the time of one device with all tokens over this one's.
 
 `train`: a step of a decoder with AdamW, its weights split over all devices. `data` has as many rows on each device as one device has alone,
 `tensor` and `sequence` the same rows in all. `experts` is a decoder with experts, which lie over the axis of the rows. `speedup` is the tokens a
-second over those of one device. `xla` is the same model on an automatic mesh with XLA's attention: what plain `jit` makes of it.
+second over those of one device. `halves`, over `tensor` and `sequence`, is the mean of the losses of two halves of the rows: the products of
+one run beside the collectives of the other. `xla` is the same model on an automatic mesh with XLA's attention: what plain `jit` makes of it.
 
 Programs are compiled with `ejkernel_eqx.models.compiler_options`; `--compiler` sets others, or these to other values.
 
@@ -75,6 +76,7 @@ class Step:
     tokens: int
     wanted: float
     experts: bool = False
+    layers: int = 28
 
     def rows_on(self, devices: int) -> int:
         return self.rows * devices if self.axis == meshes.DATA else self.rows
@@ -85,10 +87,11 @@ STEPS = {
     "tensor": Step(meshes.TENSOR, 8, 2048, 1.5),
     "tensor, long": Step(meshes.TENSOR, 8, 8192, 1.6),
     "sequence": Step(meshes.SEQUENCE, 2, 16384, 1.75),
-    "experts": Step(meshes.DATA, 8, 2048, 1.7, experts=True),
+    # A layer with experts is four times as long a program, which XLA takes a minute and more to compile for 28 of them.
+    "experts": Step(meshes.DATA, 8, 2048, 1.7, experts=True, layers=8),
 }
-_SIZES = {"embed_dim": 1024, "num_layers": 28, "num_heads": 16}
-_QUICK_SIZES = {"embed_dim": 64, "num_layers": 2, "num_heads": 4}
+_SIZES = {"embed_dim": 1024, "num_heads": 16}
+_QUICK_SIZES = {"embed_dim": 64, "num_heads": 4}
 _VOCABULARY = 256
 
 
@@ -189,7 +192,7 @@ def config_of(step: Step, sizes: dict[str, int]) -> DecoderConfig:
         else MLPConfig(hidden)
     )
     attention = {"num_heads": heads, "rope": ejx.nn.RotaryEmbedding(width // heads)}
-    layers = (LayerConfig("attention", attention, mlp),) * sizes["num_layers"]
+    layers = (LayerConfig("attention", attention, mlp),) * sizes.get("num_layers", step.layers)
     return DecoderConfig(_VOCABULARY, width, layers)
 
 
@@ -216,7 +219,7 @@ def cast(model: Decoder, dtype: str) -> Decoder:
 
 def step_of(step: Step, variant: str, options: argparse.Namespace) -> tuple[Callable[[], Any], Any, int]:
     """A call that takes a training step and returns loss and gradient norm, the compiled program, and the tokens of a step."""
-    sizes = _QUICK_SIZES if options.quick else _SIZES
+    sizes = _QUICK_SIZES | {"num_layers": 2} if options.quick else _SIZES
     split = {step.axis: options.devices} if variant != "one device" else {}
     rows = step.rows_on(options.devices) if split else step.rows
     tokens = 64 if options.quick else step.tokens
@@ -239,15 +242,23 @@ def step_of(step: Step, variant: str, options: argparse.Namespace) -> tuple[Call
             devices=jax.devices()[: options.devices],
         )
         state, inputs = placed(state, model, mesh), meshes.place_tokens(batch, mesh)
+        if variant == "halves":
+            inputs = meshes.place_tokens(batch.reshape(2, rows // 2, tokens + 1), mesh)
 
     def update(state: Any, inputs: Any) -> Any:
         arrays, optimiser_state = state
 
+        def loss_of_rows(arrays: Any, tokens: Array, targets: Array) -> Array:
+            logits = cast(eqx.combine(arrays, static), options.dtype)(tokens)
+            if variant in ("explicit", "halves"):
+                return meshes.split_cross_entropy(logits, targets)
+            return jnp.mean(optax.losses.softmax_cross_entropy_with_integer_labels(logits, targets))
+
         def loss_of(arrays: Any) -> Array:
-            logits = cast(eqx.combine(arrays, static), options.dtype)(inputs[0])
-            if variant == "explicit":
-                return meshes.split_cross_entropy(logits, inputs[1])
-            return jnp.mean(optax.losses.softmax_cross_entropy_with_integer_labels(logits, inputs[1]))
+            if variant != "halves":
+                return loss_of_rows(arrays, *inputs)
+            first, second = (loss_of_rows(arrays, inputs[0][half], inputs[1][half]) for half in range(2))
+            return (first + second) / 2
 
         loss, gradients = jax.value_and_grad(loss_of)(arrays)
         updates, optimiser_state = optimiser.update(gradients, optimiser_state, arrays)
@@ -255,8 +266,8 @@ def step_of(step: Step, variant: str, options: argparse.Namespace) -> tuple[Call
         return (optax.apply_updates(arrays, updates), optimiser_state), (loss, norm)
 
     kept = jax.tree.map(lambda x: x.sharding, state) if split else None
-    step = jax.jit(update, donate_argnums=0, out_shardings=(kept, None))
-    program = step.lower(state, inputs).compile(meshes.compiler_options(mesh) | options.compiler)
+    lowered = jax.jit(update, donate_argnums=0, out_shardings=(kept, None)).lower(state, inputs)
+    program = lowered.compile(meshes.compiler_options(mesh) | options.compiler)
 
     def call() -> Any:
         nonlocal state
@@ -268,7 +279,8 @@ def step_of(step: Step, variant: str, options: argparse.Namespace) -> tuple[Call
 
 def measure_step(name: str, step: Step, options: argparse.Namespace) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    for variant in ("one device", "explicit", "xla"):
+    halves = () if step.axis == meshes.DATA else ("halves",)
+    for variant in ("one device", "explicit", *halves, "xla"):
         row: dict[str, Any] = {"problem": name, "direction": "step", "variant": variant}
         rows.append(row)
         try:
@@ -302,16 +314,20 @@ def measure_step(name: str, step: Step, options: argparse.Namespace) -> list[dic
 
 
 _SENDS = "all-gather|all-to-all|all-reduce|reduce-scatter|collective-permute|ragged-all-to-all"
-_COLLECTIVE = re.compile(rf"= \(?((?:\w+\[[\d,]*\](?:{{[^}}]*}})?(?:, )?)+)\)? ({_SENDS})(?:-start)?\(")
-_SHAPE = re.compile(r"(\w+?)(\d+)\w*\[([\d,]*)\]")
+_COLLECTIVE = re.compile(rf"= (.*?) ({_SENDS})(-start)?\(")
+_SHAPE = re.compile(r"(\w+?)(\d+)\w*\[([\d,]+)\]")
+_WITH_OPERANDS = ("all-gather", "collective-permute")
+"""What begins returns its operands, too, before the results."""
 
 
 def sent_bytes(text: str) -> int:
     """The bytes of the results of all collectives of a compiled program, on one device; loops count once."""
     total = 0
-    for shapes, _ in _COLLECTIVE.findall(text):
-        for _, bits, dims in _SHAPE.findall(shapes):
-            total += math.prod(int(n) for n in dims.split(",") if n) * int(bits) // 8
+    for results, kind, begins in _COLLECTIVE.findall(text):
+        shapes = _SHAPE.findall(results)
+        first = len(shapes) // 2 if begins and kind in _WITH_OPERANDS else 0
+        for _, bits, dims in shapes[first:]:
+            total += math.prod(map(int, dims.split(","))) * int(bits) // 8
     return total
 
 

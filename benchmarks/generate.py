@@ -1,7 +1,7 @@
 """Steps of whole models beside the floor of their bytes: `generate`, and a loop of one's own over a `DecoderCache`.
 
     python -m benchmarks generate --json out.json        # every model; needs a GPU
-    python -m benchmarks generate --only qwen3-0.6b-b1   # one of them
+    python -m benchmarks generate --only qwen3-0.6b-b1   # one of them, or several, with spaces between
     python -m benchmarks generate --quick                # a tiny model, anywhere
     python -m benchmarks generate --peers                # beside transformers with a static cache, compiled
 
@@ -183,10 +183,15 @@ def peer_ms(problem: Problem, repeats: int) -> float | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = report.parser("generate", __doc__).parse_args(arguments)
+    parser = report.parser("generate", __doc__)
+    options = parser.parse_args(arguments)
     rows: list[Row] = []
     models: dict[tuple[str, str], Any] = {}
-    for problem in PROBLEMS["tiny" if options.quick else "anchors"]:
+    chosen = PROBLEMS["tiny" if options.quick else "anchors"]
+    names = [problem.name for problem in chosen]
+    if unknown := sorted(set(options.only or ()) - set(names)):
+        parser.error(f"--only: expected some of {' '.join(names)}, received {' '.join(unknown)}")
+    for problem in chosen:
         if options.only and problem.name not in options.only:
             continue
         key = problem.model, problem.weights

@@ -6,7 +6,8 @@
     python -m benchmarks latent --render latent.json --markdown latent.md
 
 The reference is the formula, for decoding with the keys and values expanded. "flash" has as many heads, with keys and values of 128 channels:
-`of flash` is the speed in operations over its. "kernel" is attention over the latents alone, on absorbed queries: `over kernel` is the time over its.
+`of flash` is the speed in operations over its. "torch-cudnn" is PyTorch's attention by cuDNN, whose time includes keys with the rotary part of every
+head. "kernel" is attention over the latents alone, on absorbed queries: `over kernel` is the time over its.
 What is above it are the projections, whose weights a step reads. Of a chunk of a prompt after others, "absorbed" and "expanded" are the layer in
 either form; `over kernel` is the time of its own choice over the faster one's.
 """
@@ -14,7 +15,7 @@ either form; `over kernel` is the time of its own choice over the faster one's.
 import contextlib
 import dataclasses
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -26,6 +27,7 @@ from jax import Array
 
 import ejkernel_eqx as ejx
 from benchmarks import prepare, problems, runner
+from benchmarks.peers import attention_backend, TorchPeer
 from benchmarks.prepare import Arrays, BASELINE, DIRECTIONS, fastest, Inputs, Others, Prepared, Row
 from benchmarks.runner import Errors
 
@@ -208,7 +210,7 @@ def expected_results(p: LatentProblem, inputs: Any) -> Arrays:
 
 class Latent(runner.Family):
     name, title, description, lists = "latent", "Latent attention", __doc__, PROBLEMS
-    groups, packages, with_out = ("anchors", "chunks"), (), True
+    groups, with_out = ("anchors", "chunks"), True
     extremes = (
         runner.Extreme("lowest of flash", runner.entry("of_flash"), min),
         runner.Extreme(
@@ -239,6 +241,20 @@ class Latent(runner.Family):
         for name, run in runs.items():
             make = lambda sets, direction, run=run: prepare.ready(run, sets)
             yield prepare.Implementation(name, make, BASELINE, is_checked=bool(problem.chunk))
+
+    def peers(self, problem: LatentProblem) -> Iterator[TorchPeer]:
+        def run(x: dict[str, Any]) -> Any:
+            import torch
+            from torch.nn.functional import scaled_dot_product_attention
+
+            rope = x["k_rope"][:, :, None].expand(-1, -1, problem.H, -1)
+            heads_first = (x["q"], torch.cat([x["k"], rope], -1), x["v"])
+            with attention_backend("CUDNN_ATTENTION"):
+                out = scaled_dot_product_attention(*(y.transpose(1, 2) for y in heads_first), is_causal=True)
+            return out.transpose(1, 2)
+
+        if not problem.E:
+            yield TorchPeer("torch-cudnn", "torch", run)
 
     def complete(self, problem: LatentProblem, inputs: Any, direction: str, rows: list[Row]) -> None:
         p, other = problem, fastest(rows, BASELINE)

@@ -28,6 +28,7 @@ from benchmarks.prepare import Arrays, BOTH, DIRECTIONS, Implementation, Inputs,
 from benchmarks.runner import Errors
 
 STEP = "step"
+_WRITES = 2  # per token, of a delta product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +135,15 @@ def _make_gated_delta(problem, lead, normal, uniform) -> Arrays:
     return learned | {"g": jax.nn.log_sigmoid(normal(*lead, problem.H)), "beta": beta}
 
 
+def _make_product(problem, lead, normal, uniform) -> Arrays:
+    writes = (*lead, _WRITES)
+    k, beta = normal(*writes, problem.H, problem.D), jax.nn.sigmoid(normal(*writes, problem.H))
+    k = k * lax.rsqrt(jnp.sum(k**2, -1, keepdims=True))
+    learned = {"q": normal(*lead, problem.H, problem.D), "k": k, "v": normal(*writes, problem.H, problem.V)}
+    learned |= {"beta": beta, "g": jax.nn.log_sigmoid(normal(*lead, problem.H))}
+    return {name: x if name == "g" else x.astype(problem.dtype) for name, x in learned.items()}
+
+
 def _make_ssd(problem, lead, normal, uniform) -> Arrays:
     tokens = {"x": (problem.H, problem.V), "dt": (problem.H,), "B": (1, problem.D), "C": (1, problem.D)}
     learned = {name: normal(*lead, *shape).astype(problem.dtype) for name, shape in tokens.items()}
@@ -214,6 +224,19 @@ def _plain_lightning(learned: Arrays, state: Array, block: int) -> tuple[Array, 
     return _recur(learned | {"g": jnp.broadcast_to(g, (rows, length, heads, 1, 1))}, state, block)
 
 
+def _plain_product(learned: Arrays, state: Array, block: int) -> tuple[Array, Array]:
+    """A token for each write, of which the first has the decay and the last one's output counts."""
+    tokens = {
+        name: learned[name].reshape(*learned["q"].shape[:1], -1, *learned[name].shape[3:])
+        for name in ("k", "v", "beta")
+    }
+    decays = jnp.pad(learned["g"][:, :, None], ((0, 0), (0, 0), (0, _WRITES - 1), (0, 0)))
+    tokens["g"] = decays.reshape(*tokens["beta"].shape, 1, 1)
+    tokens["q"] = jnp.repeat(learned["q"], _WRITES, axis=1)
+    out, state = _recur(tokens, state, _WRITES * block, delta=True)
+    return out[:, _WRITES - 1 :: _WRITES], state
+
+
 def _plain_ssd(learned: Arrays, state: Array, block: int) -> tuple[Array, Array]:
     x = learned["x"]
     dt = jax.nn.softplus(learned["dt"] + learned["dt_bias"][None, None])
@@ -236,7 +259,7 @@ def _plain_scan(learned: Arrays, state: Array, block: int) -> tuple[Array, Array
     return (out + learned["D"][None, None] * learned["x"]) * jax.nn.silu(learned["z"]), state
 
 
-_DELTA = ("KDA", "gated delta rule", "DPLR", "RWKV-7")
+_DELTA = ("KDA", "gated delta rule", "delta product", "DPLR", "RWKV-7")
 _WHOLE = ("A", "D", "dt_bias")
 """Learned inputs without tokens."""
 _SEGMENT = 4096
@@ -287,6 +310,7 @@ MEMBERS: Mapping[str, Member] = {
     "gated delta rule": Member(
         _make_gated_delta, ejx.GatedDeltaRule, (*_QKVG, "beta"), _plain(2, delta=True)
     ),
+    "delta product": Member(_make_product, ejx.DeltaProduct, ("q", "k", "v", "beta"), _plain_product),
     "DPLR": Member(_make_rank_one, ejx.DPLRDeltaRule, _RANK_ONE, _plain(1)),
     "RWKV-7": Member(
         _make_rank_one, functools.partial(ejx.DPLRDeltaRule, scale=1.0), _RANK_ONE, _plain(1, scale=1.0)
@@ -309,9 +333,9 @@ def make_inputs(problem: LinearProblem, seed: int = 0) -> Inputs:
     normal, uniform = (functools.partial(draw, kind) for kind in (jax.random.normal, jax.random.uniform))
     lead = (problem.B,) if problem.is_step else (problem.B, problem.T)
     learned = MEMBERS[problem.member].make(problem, lead, normal, uniform)
-    out = learned["v" if "v" in learned else "x"].shape
+    values = learned["v" if "v" in learned else "x"].shape
     state = normal(*state_shape(problem)) if problem.is_step else None
-    return Inputs(learned, normal(*out).astype(problem.dtype), {}, state)
+    return Inputs(learned, normal(*lead, *values[len(lead) :][-2:]).astype(problem.dtype), {}, state)
 
 
 def state_shape(problem: LinearProblem) -> tuple[int, ...]:
@@ -444,7 +468,7 @@ class Linear(runner.Family):
     def peers(self, problem: LinearProblem) -> Iterator[TorchPeer]:
         """The installed peers that support many tokens of this member; of longer rows than the anchors', one of each package, the first."""
         packages: set[str] = set()
-        for peer in peers.installed(*(() if problem.is_step else PEERS[problem.member])):
+        for peer in peers.installed(*(() if problem.is_step else PEERS.get(problem.member, ()))):
             if not (problem.T > _USUAL and peer.package in packages):
                 packages.add(peer.package)
                 yield peer

@@ -4,8 +4,8 @@
     python -m benchmarks losses --problems 'N8192 E4096' --platforms default,xla
     python -m benchmarks losses --render losses.json --markdown losses.md
 
-The baseline is the products alone, in 16 bits: one forward, three with gradients, and one more for a teacher. `chunks` is ours with chunks of as many
-tokens as there are features, where all tokens would be one chunk.
+The baseline is the products alone, in 16 bits: one forward, three with gradients, and one more for a teacher. `chunks` is ours with chunks of half as
+many tokens as there are features, where all tokens would be one chunk.
 """
 
 import dataclasses
@@ -198,7 +198,7 @@ def _in_chunks(problem: LossProblem) -> Any:
     inputs = jax.eval_shape(lambda: make_inputs(problem))
     given = ejx.inputs(inputs.learned["x"], inputs.constants["labels"], inputs.learned["weight"])
     chosen = selections_of(ejx.LinearCrossEntropy(), given)[0].config
-    size = max(getattr(chosen, "chunk_size", problem.N), problem.E)
+    size = max(getattr(chosen, "chunk_size", problem.N), problem.E // 2)
     if getattr(chosen, "grad_chunk_size", 0) < problem.N or size >= problem.N:
         return None
     return dataclasses.replace(chosen, grad_chunk_size=size)

@@ -15,6 +15,7 @@ and scales of all groups that have rows, at the speed of a copy in the same run.
 """
 
 import dataclasses
+import functools
 import math
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -77,6 +78,8 @@ def sizes_of(problem: QuantisedProblem) -> np.ndarray:
     return sizes
 
 
+# One program for each shape, not one for each of its operations.
+@functools.partial(jax.jit, static_argnums=0)
 def make_inputs(problem: QuantisedProblem, seed: int = 0) -> Inputs:
     """The quantised weight is the state; PyTorch's kernels get its codes, and its scales as floats."""
     p, keys = problem, jax.random.split(jax.random.key(seed), 2)
@@ -143,6 +146,12 @@ def int4pack_mm(group_size: int) -> TorchPeer:
     return TorchPeer("torch._weight_int4pack_mm", "torch", run, constants=packed)
 
 
+@functools.cache
+def _copy() -> Prepared:
+    """That of all problems. Its numbers have 32 bits: XLA moves single bytes at half the speed."""
+    return prepare.ready(lambda x: {"x": ~x}, [jnp.zeros(COPIED() // 4, jnp.uint32)])
+
+
 class Quantised(runner.Family):
     name, title, description, lists = "quantised", "Products with quantised weights", __doc__, PROBLEMS
     in_turn, rotated = True, 2**28
@@ -164,10 +173,6 @@ class Quantised(runner.Family):
         return run
 
     def beside(self, problem: QuantisedProblem, options: Namespace, direction: str) -> Others:
-        def copy(sets: Any, direction: str) -> Prepared:
-            # Numbers of 32 bits: XLA moves single bytes at half the speed.
-            return prepare.ready(lambda x: {"x": ~x}, [jnp.zeros(COPIED() // 4, jnp.uint32)])
-
         def product(sets: Sequence[Inputs], direction: str) -> Prepared:
             with_floats = [s._replace(state=s.state.astype(s.learned["x"].dtype)) for s in sets]
             grouped = ejx.GroupedMatmul(transpose_rhs=True)
@@ -175,7 +180,7 @@ class Quantised(runner.Family):
             run = self.directed(problem, grouped if problem.E else dense, direction)
             return prepare.ready(run, with_floats, self.in_turn)
 
-        yield prepare.Implementation(COPY, copy, BASELINE, is_checked=False)
+        yield prepare.Implementation(COPY, lambda *_: _copy(), BASELINE, is_checked=False)
         yield prepare.Implementation(FLOATS, product, prepare.PEER)
 
     def peers(self, problem: QuantisedProblem) -> Sequence[TorchPeer]:

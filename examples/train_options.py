@@ -166,10 +166,6 @@ def _check_mesh(args: argparse.Namespace) -> None:
         raise UsageError(
             "--float8: expected none with --mlp moe on a --mesh, whose experts are not multiplied in float8; leave one out."
         )
-    if args.lora:
-        raise UsageError(
-            "--lora: expected none with --mesh, whose recipe splits whole matrices; leave one out."
-        )
     if args.mesh.size > 1 and importlib.util.find_spec("orbax") is None:
         raise UsageError(
             "--mesh: several devices write checkpoints by orbax-checkpoint, which is not installed; run: pip install 'ejkernel-eqx[checkpoints]'"

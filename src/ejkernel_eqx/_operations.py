@@ -78,7 +78,7 @@ OPERATIONS: dict[str, Family] = {
     "matmul": Family("dense_matmul", "matmul.dense"),
     "scaled_matmul": Family("scaled_matmul", "matmul.float8"),
     "linear_cross_entropy": Family("losses", "losses"),
-    "linear_divergence": Family("losses", "losses", ("xla",)),
+    "linear_divergence": Family("losses", "losses"),
     "mean_pooling": Family("pooling", "pooling"),
     "recurrent": Family("cells", "cells"),
     "rotary_heads": Family("rotary_heads", "rotary.heads"),

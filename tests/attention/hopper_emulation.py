@@ -72,11 +72,6 @@ class Number(int):
         return self
 
 
-class Real(float):
-    def to(self, dtype: Any) -> "Real":
-        return self
-
-
 def tensor(x: Any) -> Any:
     return np.asarray(x).view(Tensor)
 
@@ -133,7 +128,12 @@ class Descriptor:
 
     def __init__(self, pointer: Pointer, shape: Any, strides: Any, block: Any, layout: Any):
         assert strides[-1] == 1 and all(s * pointer.array.itemsize % 16 == 0 for s in strides[:-1])
-        self.flat, self.shape, self.strides, self.block = pointer.array.reshape(-1), shape, strides, block
+        self.flat, self.shape, self.strides, self.block = (
+            pointer.array.reshape(-1)[pointer.at :],
+            shape,
+            strides,
+            block,
+        )
 
     def places(self, at: Any) -> tuple[np.ndarray, np.ndarray]:
         """Where the elements of a box are, and which exist."""
@@ -297,7 +297,7 @@ class Device:
     def _await(self, outstanding: int, deps: Any) -> Any:
         while len(self.own.queue) > outstanding:
             self.own.queue.pop(0).run()
-        values: Any = tuple(dep.value for dep in deps)
+        values: Any = tuple(dep.value if isinstance(dep, Product) else dep for dep in deps)
         assert all(value is not None for value in values), "a product that is not awaited"
         return values if len(values) > 1 else values[0]
 
@@ -344,12 +344,12 @@ def _where(which: Any, x: Any, y: Any) -> Any:
     return tensor(np.where(which, x, y).astype(dtype))
 
 
-def _load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Any:
+def _load(pointer: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "") -> Any:
     flat, at = pointer.array.reshape(-1), np.asarray(pointer.at)
     if mask is None:
         if at.ndim:
             return tensor(flat[at])
-        return (Number if flat.dtype.kind in "iu" else Real)(flat[at])
+        return Number(flat[at]) if flat.dtype.kind in "iu" else tensor(flat[at])
     return tensor(np.where(mask, flat[np.where(mask, at, 0)], other))
 
 

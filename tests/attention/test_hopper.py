@@ -37,6 +37,7 @@ FEW: dict[str, Any] = dict(batch=1, heads=8, kv_heads=8, queries=512, keys=512)
         (problem(64, with_=("sinks",), logits_soft_cap=30.0), True),
         (problem(256, with_=("rows",)), True),
         (problem(80), True),
+        (problem(192, values=128, block_size=(128, 128)), False),
         (problem(with_=("bias",)), False),
         (problem(with_=("mask",)), False),
         (problem(with_=("alibi",)), False),
@@ -64,6 +65,42 @@ def test_where_it_is_chosen(of, chosen):
     assert all(triton.config_unsupported(config, of, HOPPER) is None for config in configs)
     assert all(from_dict(to_dict(config), triton.TritonConfig) == config for config in configs)
     assert ("forward: " in triton.remark(configs[0], of, HOPPER)) != chosen
+
+
+@needs_gluon
+def test_wide_heads():
+    """Above 256 channels there is no other forward; the backward is XLA's."""
+    of = problem(512, **CAUSAL)
+    assert (
+        triton.unsupported(of, HOPPER) is None
+        and triton.unsupported(problem(264, values=512), HOPPER) is None
+        and "triton" in (triton.by_request(of, HOPPER) or "")
+    )
+    first, *others = triton.candidates(of, HOPPER)
+    assert first == triton.default_config(of, HOPPER) and first.key_gradient.block_q >= 256
+    assert all(config.forward.hopper_programs == 132 for config in (first, *others))
+    assert all(triton.config_unsupported(config, of, HOPPER) is None for config in (first, *others))
+    assert "XLA's, not Hopper's" in triton.remark(first, of, HOPPER)
+    assert "with hopper_programs" in (triton.config_unsupported(configured(), of, HOPPER) or "")
+    for refused, word in (
+        (problem(520), "one size, not 520 and 520"),
+        (problem(512, values=128), "one size"),
+        (problem(512, queries=127), "queries"),
+        (problem(512, with_=("bias",)), "bias"),
+        (problem(512, block_size=(128, 128)), "lists"),
+    ):
+        assert word in (triton.unsupported(refused, HOPPER) or "")
+    assert "9.0" in (triton.unsupported(of, DEVICES["sm_80"]) or "")
+
+
+@needs_gluon
+@pytest.mark.parametrize("of", [problem(192, values=128, **CAUSAL), problem(144, values=96, batch=99)])
+def test_keys_in_two_parts_are_timed_and_no_default(of):
+    first, second, *_ = triton.candidates(of, HOPPER)
+    assert not first.forward.hopper_programs and not first.key_gradient.hopper_programs
+    assert second.forward.hopper_programs == 132 and second.key_gradient.hopper_programs
+    assert triton.config_unsupported(second, of, HOPPER) is None
+    assert triton.remark(first, of, HOPPER).count("not tested on a GPU") == 2
 
 
 @needs_gluon

@@ -21,14 +21,19 @@ from tests.attention.hopper import (
     triton,
 )
 from tests.attention.hopper_emulation import Device
-from tests.attention.inner import padded, problem_of
+from tests.attention.inner import problem_of
 from tests.attention.kernels import assert_same, cotangents, run_reference
-from tests.attention.tritons import backward_call, backward_tiles
+from tests.attention.tritons import backward_call, backward_tiles, tile_sizes
 from tests.compiled import executed
 from tests.tolerances import assert_close
 
 TILE = triton.TileConfig(64, 128, 4, 2, 0, 1)
-TILES = {64: triton.TileConfig(64, 128, 4, 3, 0, 1), 128: TILE, 256: triton.TileConfig(64, 64, 4, 1, 0, 1)}
+TILES = {
+    192: TILE,
+    64: triton.TileConfig(64, 128, 4, 3, 0, 1),
+    128: TILE,
+    256: triton.TileConfig(64, 64, 4, 1, 0, 1),
+}
 
 
 MANY: dict[str, Any] = dict(batch=8, queries=4096, keys=4096)
@@ -43,6 +48,8 @@ MANY: dict[str, Any] = dict(batch=8, queries=4096, keys=4096)
         (problem(batch=99, queries=1024, keys=1024), True, True),
         (problem(batch=99, queries=512, keys=512), True, False),
         (problem(192, **MANY), True, True),
+        (problem(192, values=128, **CAUSAL, **MANY), True, False),
+        (problem(192, values=128, logits_soft_cap=30.0, **MANY), False, False),
         (problem(**CAUSAL), True, False),
         (problem(with_=("segments",), **MANY), True, False),
         (problem(logits_soft_cap=30.0, **MANY), True, False),
@@ -110,6 +117,7 @@ def odd(**more: Any) -> Case:
 
 EMULATED = {
     "window 128": odd(T=330, S=400, left=140, right=20, offset=70),
+    "window 64": odd(T=330, S=400, H=4, D=64, V=64, left=140, right=20, offset=70),
     "causal 64": odd(T=330, S=420, D=64, V=64, right=0, offset=90),
     "soft cap 128": odd(right=0, soft_cap=3.0, K=2),
     "soft cap 64": odd(D=64, V=64, B=2, rows="lengths", soft_cap=1.0),
@@ -118,6 +126,8 @@ EMULATED = {
     "segments and sinks": odd(B=2, segments=True, sinks="BH"),
     "window 192": odd(T=150, S=250, D=192, V=160, left=70, right=10, offset=90),
     "segments 256": odd(T=150, S=130, D=256, V=256, B=2, segments=True),
+    "causal, keys of 192": odd(T=150, S=250, D=192, V=128, right=0, offset=100),
+    "segments, keys of 144": odd(T=150, S=250, D=144, V=104, B=2, segments=True),
     "segments 64": odd(S=390, D=64, V=64, B=2, segments=True, right=0, offset=190),
 }
 
@@ -125,7 +135,7 @@ EMULATED = {
 def emulated(case: Case, arrays: Any, spec: Any, *results: Any, at_once: int = 1) -> Any:
     """The gradients, by the kernel's own code, with threads for its warps."""
     pytest.importorskip("ejkernel_eqx.attention.triton.hopper.backward_kernel", exc_type=ImportError)
-    config = configured(keys=TILES[padded(case.D, 64)])
+    config = configured(keys=TILES[tile_sizes.padded_width(problem_of("flash_attention", arrays, spec))])
     return executed(triton.backward, Device(at_once=at_once).run)(arrays, spec, config, *results)
 
 
@@ -160,13 +170,15 @@ def test_programs_at_once(dim):
 EVERYTHING: dict[str, Any] = dict(with_=("sinks", "segments", "rows"))
 EVEN: dict[str, Any] = dict(queries=1024, keys=1024)
 COMPILED: dict[str, Any] = {
-    "causal 128": (call(**CAUSAL, **EVEN), 112),
-    "causal 64": (call(64, **CAUSAL, **EVEN), 152),
-    "everything 64": (call(64, **EVERYTHING), 576),
-    "causal 256": (call(256, **CAUSAL, **EVEN), 208),
-    "everything 192": (call(192, **EVERYTHING), 240),
-    "soft cap 128": (call(**CAUSAL, **EVEN, logits_soft_cap=30.0), 152),
-    "one row": (call(batch=1, heads=1, kv_heads=1, keys=1), 112),
+    "causal 128": (call(**CAUSAL, **EVEN), 24),
+    "causal 64": (call(64, **CAUSAL, **EVEN), 16),
+    "everything 64": (call(64, **EVERYTHING), 200),
+    "causal 256": (call(256, **CAUSAL, **EVEN), 0),
+    "causal, keys of 192": (call(192, values=128, **CAUSAL, **EVEN), 192),
+    "everything, keys of 192": (call(192, values=128, **EVERYTHING), 296),
+    "everything 192": (call(192, **EVERYTHING), 8),
+    "soft cap 128": (call(**CAUSAL, **EVEN, logits_soft_cap=30.0), 24),
+    "one row": (call(batch=1, heads=1, kv_heads=1, keys=1), 24),
 }
 
 

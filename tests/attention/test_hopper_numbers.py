@@ -52,11 +52,16 @@ CASES = {
     "lengths 80": (odd(B=3, T=200, S=300, D=80, V=72, rows="lengths"), tile()),
     "packed": (odd(T=400, S=400, rows="packed"), tile()),
     "segments, scattered ranges": (odd(T=260, S=300, segments=True, rows="scattered", H=1), tile()),
+    # Keys in two parts, and values in two.
+    "keys of 192": (odd(T=200, S=300, D=192, V=128, right=0, offset=100), tile()),
+    "segments, keys of 144": (odd(T=260, S=300, D=144, V=104, H=1, segments=True), tile(128, 64, 4)),
+    "heads of 512": (odd(T=200, S=150, D=512, V=512), tile(128, 64, 1)),
+    "packed, heads of 320": (odd(T=200, S=200, D=320, V=264, rows="packed"), tile(128, 32)),
     # Three consumers.
     "wide tiles": (odd(T=500, S=420, D=40, V=64, right=0, sinks="1H"), tile(192)),
     "wide tiles, window": (odd(T=500, S=390, D=64, V=64, left=150, right=30), tile(192, stages=3)),
 }
-QUICK = ("causal", "wide tiles")
+QUICK = ("causal", "wide tiles", "keys of 192")
 
 
 @pytest.mark.parametrize(

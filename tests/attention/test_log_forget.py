@@ -15,7 +15,7 @@ from ejkernel_eqx.attention import log_forget
 from tests.attention.cases import Case, make, poison
 from tests.attention.dense import check, lse_of, normal, qkv, quick
 from tests.attention.inner import AttentionArrays, AttentionSpec, example_problem, visibility
-from tests.attention.kernels import check_kernels, run_reference
+from tests.attention.kernels import assert_same, check_kernels, cotangents, run_reference
 from tests.attention.test_compose import assert_maps
 from tests.attention.test_sharding import compared, mesh_of, MESHES, on
 from tests.tolerances import assert_close
@@ -119,6 +119,15 @@ def test_a_public_call(flash):
     check(call, arrays, seen, positions=positions, poisoned=arrays | nan)
 
 
+def test_any_leading_axes(flash):
+    """Also none, with more keys than queries."""
+    a, x = qkv(2, t=12, s=20), gates(2, 20, 4)
+    attend = quick(lambda a, x: flash(causal=True)(**a, log_forget=x))
+    both = attend(a, x)
+    assert_close(attend({name: y[0] for name, y in a.items()}, x[0]), both[0])
+    assert_close(attend({name: y[None] for name, y in a.items()}, x[None]), both[None])
+
+
 def test_sums_lose_nothing_on_long_rows():
     """Differences between near tokens, a hundred thousand tokens into a row, where float32 has only two digits behind the point."""
     length = 100_000
@@ -130,6 +139,49 @@ def test_sums_lose_nothing_on_long_rows():
     for distance in (1, 50, 1000):
         near = (coarse[:, distance:] - coarse[:, :-distance]) + (rest[:, distance:] - rest[:, :-distance])
         np.testing.assert_allclose(near, exact[:, distance:] - exact[:, :-distance], rtol=1e-6, atol=3e-5)
+
+
+def hopper(**more: Any) -> Gated:
+    sizes = dict[str, Any](B=1, T=330, S=330, H=2, K=2, D=128, V=128, dtype="bfloat16", right=0)
+    return Gated(**{**sizes, **more})
+
+
+HOPPER = {
+    "causal": hopper(),
+    "sinks": hopper(B=2, sinks="BH", gates="1SH"),
+    "cached 96": hopper(T=200, S=300, D=96, V=80, offset=100, strength=0.2),
+    "segments": hopper(B=2, T=200, S=200, segments=True),
+    "window": hopper(left=140, strength=0.1),
+    "without keys": hopper(T=300, S=100, left=20, offset=-100),
+}
+HOPPER_FORWARD = {"64": hopper(K=1, D=64, V=64), "256": hopper(T=200, S=300, D=256, V=256, offset=100)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n == "causal" else pytest.mark.slow) for n in HOPPER | HOPPER_FORWARD],
+)
+def test_hopper_emulated(name):
+    """Hopper's kernels by their own code; NaN in what is hidden changes nothing."""
+    from tests.attention.test_hopper_backward import emulated as backward
+    from tests.attention.test_hopper_numbers import assert_agrees, tile
+    from tests.attention.test_hopper_numbers import emulated as forward
+
+    case = (HOPPER | HOPPER_FORWARD)[name]
+    arrays, spec = gated(case)
+    dout, dlse = cotangents(case)
+    expected, size = run_reference(arrays, dout, dlse, spec), tile(128, 64 if case.D > 128 else 128)
+    found = forward(arrays, spec, size)
+    assert_agrees(found, expected, case.dtype)
+    hides = bool(case.segments)
+    assert not hides or assert_same(found, forward(poisoned(case, arrays), spec, size)) is None
+    if name in HOPPER_FORWARD:
+        return
+    results = jnp.asarray(expected.out, arrays.q.dtype), jnp.asarray(expected.lse, jnp.float32), dout, dlse
+    actual = backward(case, arrays, spec, *results)
+    for part in ("q", "k", "v", "log_forget", *(["sinks"] if case.sinks else [])):
+        assert_close(getattr(actual, part), getattr(expected.grads, part), "bfloat16", "gradient", name=part)
+    assert not hides or assert_same(actual, backward(case, poisoned(case, arrays), spec, *results)) is None
 
 
 def test_constant_gates_are_slopes(flash):
@@ -225,7 +277,7 @@ def test_errors(options, given, message):
 
 
 def test_which_kernels_take_it():
-    """Triton's own; the others name it."""
+    """Triton's own, on Hopper those for it; the others name it."""
     pytest.importorskip("triton")
     from ejkernel_eqx.attention.pallas import compiled as pallas
     from tests.attention.inner import cudnn
@@ -234,11 +286,15 @@ def test_which_kernels_take_it():
 
     sizes = {"B": 4, "T": 4096, "H": 16, "D": 128}
     problem = example_problem("flash_attention", sizes, "bfloat16", {"log_forget": True})
-    assert tile_sizes.problem_unfit(problem) == "takes no log_forget"
-    config = compiled.default_config(problem, DEVICES["sm_90"])
-    assert not config.forward.hopper_programs and not config.key_gradient.hopper_programs
+    of = lambda sizes, **flags: example_problem(
+        "flash_attention", sizes, "bfloat16", {"log_forget": True, **flags}
+    )
+    assert tile_sizes.problem_unfit(problem) is None and backward_tiles.problem_unfit(problem) is None
+    assert "beside log_forget" in str(tile_sizes.problem_unfit(of(sizes, soft_cap=True)))
+    for other in (sizes | {"D": 64}, sizes | {"D": 256}, sizes | {"K": 4}):
+        assert "takes log_forget at head dims from 65 to 128" in str(backward_tiles.problem_unfit(of(other)))
+        assert all(size[0] <= log_forget.CHUNK for size in tile_sizes.tiles(of(other), DEVICES["sm_90"]))
     assert compiled.unsupported(problem, DEVICES["sm_90"]) is None
-    assert backward_tiles.problem_unfit(problem) == "takes no log_forget"
     assert cudnn.unsupported(problem, DEVICES["sm_90"]) == "does not take log_forget"
     assert pallas.unsupported(problem, DEVICES["sm_90"]) == "takes no log_forget"
 

@@ -16,7 +16,8 @@ def test_quick(part, tmp_path):
     rows = json.loads(path.read_text())["rows"]
     assert not [row for row in rows if "reason" in row]
     split = [row for row in rows if row["variant"] != "one device"]
-    assert len(split) == (2 if part == "experts" else 2 * len(devices.STEPS))
+    of_steps = sum(2 if step.axis == devices.EXPERT else 3 for step in devices.STEPS.values())
+    assert len(split) == (2 if part == "experts" else of_steps)
     for row in split:
         assert row["speedup"] > 0 and row["sent_gb"] > 0 and row["error"] <= 1e-5, row
 
@@ -36,6 +37,9 @@ def test_bytes_of_collectives():
     text = """
   %a = bf16[2,1024]{1,0} all-gather(%x), dimensions={0}
   %b = (f32[8]{0}, f32[4,2]{1,0}) all-to-all(%x, %y), dimensions={0}
-  ROOT %c = f32[16]{0} add(%a, %b)
+  %c = (bf16[1,1024]{1,0}, bf16[2,1024]{1,0}) all-gather-start(%x), dimensions={0}
+  %d = ((f32[4]{0}, f32[2]{0}), (f32[8]{0}, f32[4]{0})) all-gather-start(%y, %z), dimensions={0}
+  %e = (f32[8]{0}, f32[4]{0}) all-reduce-start(%y, %z), to_apply=%add
+  ROOT %f = f32[16]{0} add(%a, %b)
 """
-    assert devices.sent_bytes(text) == 2 * 2 * 1024 + 4 * 8 + 4 * 8
+    assert devices.sent_bytes(text) == 2 * 2 * 2 * 1024 + 4 * (8 + 8) + 4 * (8 + 4) * 2

@@ -14,7 +14,7 @@ from ejkernel_eqx.serving.text import Tokenizer
 from tests.models.cases import GOLDEN
 from tests.models.test_published import weights_of
 
-from .test_examples import run
+from .test_examples import losses_of, run
 
 tokenizers = pytest.importorskip("tokenizers")
 TEXT = "the quick brown fox jumps over the lazy dog é "
@@ -107,6 +107,21 @@ def test_lora_beside_quantised_weights(examples, folder, tmp_path, capsys):
         "lora.py", "--model", tmp_path / "none", "--quantise", "int8", "--out-dir", tmp_path, code=2
     )
     assert "config.json' is not there. Give the folder of a published model" in error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["--quantise", "int8"]], ids=str)
+def test_lora_on_a_mesh_trains_as_on_one_device(examples, folder, tmp_path, more):
+    text, models, losses = tmp_path / "text.txt", [], []
+    text.write_text(TEXT * 40, encoding="utf-8")
+    for name, mesh in (("alone", []), ("split", ["--mesh", "data=2,tensor=2"])):
+        out = tmp_path / name
+        options = ["--data", text, "--out-dir", out, "--model", folder, *SMALL, "--lora", 2, *more, *mesh]
+        assert examples.train(*options) == 0
+        losses.append([loss for _, loss in losses_of(out)])
+        models.append(ejx.models.from_pretrained(out / "tuned")(jnp.asarray([[5, 6, 7, 8]])))
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
+    np.testing.assert_allclose(*models, atol=1e-4)
 
 
 @pytest.mark.slow

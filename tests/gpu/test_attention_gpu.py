@@ -183,6 +183,12 @@ _HOPPER = [
     Case(name="segments-of-256", T=500, S=500, D=256, V=256, segments=True, right=0),
     Case(name="segments-in-a-window", T=900, S=900, D=128, V=128, segments=True, left=300, right=0),
     Case(name="soft-cap-of-64", D=64, V=64, right=0, soft_cap=30.0, **_LONG),
+    # Keys in two parts, and values in two.
+    Case(name="keys-of-192", D=192, V=128, right=0, **_LONG),
+    Case(name="keys-of-144", T=300, S=300, D=144, V=104, H=6, K=2),
+    Case(name="segments-of-192", B=2, T=500, S=500, D=192, V=128, segments=True, left=300, right=0, sinks="1H"),
+    Case(name="heads-of-512", D=512, V=512, right=0, **_LONG),
+    Case(name="heads-of-320", T=300, S=300, D=320, V=264, H=6, K=2, rows="packed"),
 ]  # fmt: skip
 
 
@@ -206,7 +212,15 @@ def test_the_default_on_hopper(n):
     arrays, spec = make(case)
     config, (dout, dlse) = _on_hopper(arrays, spec), cotangents(case)
     poisoned = poison(case, arrays)
-    if case.name in ("window", "lengths", "segments", "sinks-of-blind-rows", "heads-of-160"):
+    if case.name in (
+        "window",
+        "lengths",
+        "segments",
+        "sinks-of-blind-rows",
+        "heads-of-160",
+        "keys-of-192",
+        "heads-of-512",
+    ):
         run = functools.partial(run_triton, spec=spec, config=config)
         actual = run(arrays, dout, dlse)
         assert_agrees(case, arrays, dout, dlse, actual)

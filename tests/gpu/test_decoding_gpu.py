@@ -91,6 +91,17 @@ def test_rotary_heads(name):
     assert_agrees(case, found, on_host(heads.exact, case, given, cotangents))
 
 
+@pytest.mark.parametrize("name", ["attention", "window", "hybrid"])
+def test_texts_of_prompts_of_unequal_lengths(name):
+    """Prompts are read without the cache, into which their keys go in place; then steps read it."""
+    rng = np.random.default_rng(2)
+    prompts = [rng.integers(0, 40, n).tolist() for n in (3, 70, 17)]
+    given: Any = {"max_new_tokens": 12, "stop_tokens": ()}
+    texts = lambda platform: ejx.models.generate(model_of(name, platform), prompts, **given).texts()
+    with jax.default_matmul_precision("highest"):
+        assert texts("triton") == on_host(lambda: texts("xla"))
+
+
 @pytest.mark.parametrize("name", ["attention", "window", "hybrid", "latent"])
 def test_steps_in_one_program_are_those_of_xla(name):
     """A cache made inside the compiled function, several steps, rows that end at different times; run twice."""

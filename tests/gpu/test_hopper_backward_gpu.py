@@ -70,6 +70,7 @@ ODD = Case(B=1, T=777, S=777, H=4, K=2, D=128, V=128)
         dataclasses.replace(ODD, D=40, V=64, T=400, S=700, rows="scattered"),
         dataclasses.replace(ODD, D=80, V=72, rows="packed"),
         dataclasses.replace(ODD, segments=True, sinks="BH"),
+        dataclasses.replace(ODD, B=2, T=1100, S=1100, segments=True, right=0),
     ],
     ids=[
         "full",
@@ -82,6 +83,7 @@ ODD = Case(B=1, T=777, S=777, H=4, K=2, D=128, V=128)
         "40-scattered",
         "packed",
         "segments",
+        "causal-segments",
     ],
 )
 @pytest.mark.parametrize("programs", [backward_tiles.PROGRAMS, 2])

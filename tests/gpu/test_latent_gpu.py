@@ -15,7 +15,7 @@ import pytest
 import ejkernel_eqx as ejx
 from tests.attention.dense import causal, cotangents, lse_of, normal, with_gradients
 from tests.gpu.host import candidates, example_problem, work_of
-from tests.latent.cases import exact_expanded
+from tests.latent.cases import exact_expanded, poison
 from tests.tolerances import assert_close, errors
 
 if jax.default_backend() != "gpu":
@@ -98,6 +98,31 @@ def test_expanded(name, dims, dtype):
         assert_close(x, y, dtype)
     for of, x in found[1].items():
         assert_close(x, grads[of], dtype, "gradient", name=of)
+
+
+@pytest.mark.parametrize("dims", [(128, 64, 128), (72, 32, 104)])
+@pytest.mark.parametrize("name", ["causal", "all", "window", "segments"])
+def test_hoppers_kernels(name, dims):
+    """As `test_expanded`, of few queries, which are Triton's by default; with NaN in what is hidden."""
+    t, s, options, call, seen = CALLS[name]
+    given = arrays_of(t, s, 5, dims, jnp.bfloat16)
+    shape = dict(B=2, T=t, S=s, H=5, D=dims[0] + dims[1], V=dims[2], Dr=dims[1])
+    configs = candidates(OPERATION, example_problem(OPERATION, shape, "bfloat16", {}))
+    hoppers = [c for c in configs if c.forward.hopper_programs and c.key_gradient.hopper_programs]
+    if not hoppers:
+        pytest.skip("needs Hopper's kernels")
+    op = lse_of(ejx.MultiHeadLatentAttention(**options, platform="triton", config=hoppers[0]), **call)
+    run = jax.jit(lambda *args: with_gradients(lambda a: op(**a), *args))
+    dout, dlse = cotangents(given)
+    visible = np.broadcast_to(seen, (2, 1, t, s))
+    poisoned = poison(given, ~visible.any((1, 2)), ~visible.any((1, 3)))
+    found, again = run(given, dout, dlse), run(poisoned, dout, dlse)
+    jax.tree.map(np.testing.assert_array_equal, found, again)
+    expected, grads = exact_expanded(given, dout, dlse, seen)
+    for x, y in zip(found[0], expected, strict=True):
+        assert_close(x, y, "bfloat16")
+    for of, x in found[1].items():
+        assert_close(x, grads[of], "bfloat16", "gradient", name=of)
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.2])

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
+from ejkernel_eqx.attention.core import problem_of
+from ejkernel_eqx.dispatch import device_facts, kernel_registry
 from tests.attention.test_log_forget import CASES, check_gated, gated, gates
 from tests.tolerances import assert_close
 
@@ -40,6 +42,26 @@ def test_default_kernels(name, dtype, monkeypatch):
     run = functools.partial(run_triton, config=default_config(arrays, spec))
     check_gated(case, run, monkeypatch)
     dout, dlse = cotangents(case)
+    assert_same(*(run(arrays, dout, dlse, spec) for _ in range(2)))
+
+
+@pytest.mark.parametrize("name", ["grouped", "packed", "lengths"])
+@pytest.mark.parametrize("dim, kv_heads", [(64, 2), (128, 2), (128, 4), (256, 4)])
+def test_hoppers_kernels(name, dim, kv_heads, monkeypatch):
+    """Also where they are no default."""
+    case = dataclasses.replace(larger(CASES[name], "bfloat16"), D=dim, V=dim, K=kv_heads)
+    arrays, spec = gated(case)
+    kernels, problem = kernel_registry.get(NEEDS, "triton").load(), problem_of(NEEDS, arrays, spec)
+    configs, chosen = kernels.candidates(problem, device_facts()), {}
+    for kernel in ("forward", "key_gradient"):
+        tiles = [getattr(config, kernel) for config in configs]
+        chosen[kernel] = next((tile for tile in tiles if tile.hopper_programs), tiles[0])
+    if not chosen["forward"].hopper_programs:
+        pytest.skip("Hopper's kernels do not take the device")
+    assert (dim == 128 and kv_heads == 4) == bool(chosen["key_gradient"].hopper_programs)
+    dout, dlse = cotangents(case)
+    run = functools.partial(run_triton, config=dataclasses.replace(configs[0], **chosen))
+    check_gated(case, run, monkeypatch)
     assert_same(*(run(arrays, dout, dlse, spec) for _ in range(2)))
 
 

@@ -1,4 +1,4 @@
-"""The cross entropy of a projection on a GPU: the Triton kernel against the formula in float64, repeated runs, and every candidate of the tuner.
+"""Losses of a projection on a GPU: the Triton kernels against the formula in float64, repeated runs, and every candidate of the tuner.
 
 ```sh
 python -m pytest tests/gpu/test_losses_gpu.py -n 8
@@ -16,7 +16,9 @@ import pytest
 import ejkernel_eqx as ejx
 from tests.agreement import assert_agrees, assert_same
 from tests.gpu.host import candidates, example_problem, on_host
-from tests.losses.cases import Case, CASES, exact, make, results
+from tests.losses.cases import Case, CASES, config_of, exact, make, results
+from tests.losses.teachers import CASES as TEACHERS
+from tests.losses.teachers import Compared, DIVERGENCES, Size
 from tests.losses.test_statistics import everything, formula, OPTIONS
 from tests.tolerances import assert_close
 
@@ -32,7 +34,7 @@ def longer(case: Case) -> Case:
     """The same in several programs and chunks, with a last tile that is not full."""
     lead = (*case.lead[:-1], 40 * case.lead[-1])
     words = 97 * case.vocabulary
-    return dataclasses.replace(case, lead=lead, vocabulary=words, features=136, chunk=96)
+    return dataclasses.replace(case, lead=lead, vocabulary=words, features=max(136, case.features), chunk=96)
 
 
 EVERY = CASES | {f"{name}, long": longer(case) for name, case in CASES.items()}
@@ -71,6 +73,29 @@ def test_statistics(name, reduction):
     assert (np.asarray(found.pop("top")) == wanted.pop("top")).all()
     for key, x in found.items():
         assert_close(x, wanted[key], kind="gradient" if key in inputs else "forward", name=key)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+@pytest.mark.parametrize("size", [Size(), Size(300, 136, 1003, 72)])
+@pytest.mark.parametrize("divergence, form", [case for case in TEACHERS if "top_k" not in case])
+def test_divergences(divergence, form, size, dtype, reduction):
+    """In one chunk and in several; the same bit for bit when run again."""
+    case = Compared(divergence, form, reduction, dtype, size)
+    found = case.results("triton", config_of("triton", 96))
+    case.assert_agrees(found, on_host(case.exact))
+    assert_same(case.results("triton", config_of("triton", 96)), found)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_every_candidate_of_divergences(divergence):
+    case = Compared(divergence, "features", "sum", "bfloat16", Size(700, 256, 50257, 128))
+    problem = example_problem(
+        "linear_divergence", dict(N=700, E=256, V=50257, F=128), "bfloat16", dict(divergence=divergence)
+    )
+    wanted = on_host(case.exact)
+    for config in candidates("linear_divergence", problem):
+        case.assert_agrees(case.results("triton", config), wanted)
 
 
 def test_every_candidate():

@@ -263,7 +263,15 @@ def test_layers_at_their_size(operation, packed, dtype):
     """Sizes, chunks and configurations as in a model, against the recurrence token by token; repeated on a full device."""
     dims = dict(B=2, T=1000, H=16, D=128) | ({"N": 5} if packed == "offsets" else {})
     dims |= {"V": 64} if operation == "state_space_v2" else {}
-    flags = LAYERS[operation] | ({"packed": packed} if packed else {})
+    check_layer(operation, dims, LAYERS[operation] | ({"packed": packed} if packed else {}), dtype)
+
+
+@pytest.mark.parametrize("operation", ["gated_delta_rule", "kernel_delta_attention", "state_space_v2"])
+def test_narrow_layers_at_their_size(operation):
+    check_layer(operation, dict(B=2, T=1000, H=12, D=64), LAYERS[operation], "bfloat16")
+
+
+def check_layer(operation, dims, flags, dtype):
     problem = example_problem(operation, dims, dtype, flags)
     config, work = host.default_config(operation, problem), host.work_of(operation, problem)
     inputs = work.make_inputs(1)
@@ -277,6 +285,44 @@ def test_layers_at_their_size(operation, packed, dtype):
         assert allowed.rms > 0
     for _ in range(REPEATS - 1):
         assert same(actual, run(inputs, config))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("member", ["delta_product", "state_space_v3"])
+def test_operations_of_these_kernels(member, dtype):
+    """Operations that only prepare operands, with gradients, over the same on XLA."""
+    keys = iter(jax.random.split(jax.random.key(0), 9))
+    normal = lambda *shape: jax.random.normal(next(keys), (2, 500, *shape))
+    if member == "delta_product":
+        make: Any = functools.partial(ejx.DeltaProduct, use_qk_l2norm=True)
+        arrays = [normal(4, 128).astype(dtype), *(normal(2, 4, 128).astype(dtype) for _ in range(2))]
+        arrays += [jax.nn.sigmoid(normal(2, 4)).astype(dtype)]
+        named = {"g": jax.nn.log_sigmoid(normal(4) + 2)}
+    else:
+        make, dt = ejx.StateSpaceV3, jax.nn.softplus(normal(4) - 2)
+        ranks = (normal(2, 1, 64).astype(dtype) for _ in range(2))
+        arrays = [
+            normal(4, 64).astype(dtype),
+            dt,
+            -dt,
+            *ranks,
+            jax.nn.sigmoid(normal(4)),
+            0.1 * normal(1, 16),
+        ]
+        named = {"D": jnp.ones(4)}
+
+    def run(platform):
+        def total(arrays, named):
+            out, state = make(platform=platform)(*arrays, **named)
+            return sum(jnp.sum(jnp.sin(x.astype(jnp.float32))) for x in jax.tree.leaves((out, state))), out
+
+        (_, out), gradients = jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))(arrays, named)
+        return out, jax.tree.leaves(gradients)
+
+    (out, gradients), (exact, wanted) = run("triton"), run("xla")
+    assert_close(out, exact, dtype)
+    for n, (gradient, other) in enumerate(zip(gradients, wanted, strict=True)):
+        assert_close(gradient, other, dtype, "gradient", name=str(n))
 
 
 @pytest.mark.parametrize("slots", [False, True])

@@ -123,5 +123,7 @@ CASES = {
     "one chunk": Case(chunk=64, weighted=True, dtype="float16", options=dict(logits_soft_cap=5.0)),
     "one token": Case((1,), vocabulary=2),
     "smooth": Case((6,), options=_SMOOTH, weighted=True, chunk=1),
+    # The kernel's loop over them is not unrolled.
+    "many features": Case((5,), features=2056, ignored=1, dtype="bfloat16"),
     "all ignored": Case((3,), ignored=3, weighted=True, bias=True),
 }

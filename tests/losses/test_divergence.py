@@ -10,120 +10,53 @@ import pytest
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx.losses.xla import XlaConfig
-from tests.attention.dense import quick
+from tests.agreement import platforms
+from tests.attention.dense import INTERPRET, quick
+from tests.losses.cases import config_of
+from tests.losses.teachers import CASES, Compared, DIVERGENCES, make, Size, SMALL, teacher_of
 from tests.nn.checks import refuses
 from tests.tolerances import assert_close
 
-N, E, V, F = 13, 8, 11, 6
-FORMS = ("logits", "log_probs", "top_k", "features")
-MASK = np.arange(N) % 4 != 1
+N, V, MASK = SMALL.N, SMALL.V, SMALL.mask
+platform = platforms()
 
 
-def make(dtype: str = "float32") -> dict[str, Any]:
-    rng = np.random.default_rng(0)
-    shapes = {"x": (N, E), "weight": (V, E), "bias": (V,), "token_weights": (N,)}
-    inputs = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
-    inputs["x"][~MASK], inputs["token_weights"] = np.nan, rng.uniform(0, 2, N)
-    return {name: jnp.asarray(x, dtype) for name, x in inputs.items()}
+def agree(case: Compared, platform: str, chunk: int) -> None:
+    case.assert_agrees(case.results(platform, config_of(platform, chunk)), case.exact())
 
 
-def teacher_of(form: str, temperature: float, dtype: str = "float32") -> tuple[ejx.Teacher, Any]:
-    """A teacher, with NaN where there is nothing to learn, and its probabilities in float64."""
-    rng = np.random.default_rng(1)
-    x, weight, bias = rng.standard_normal((N, F)), rng.standard_normal((V, F)) / 2, rng.standard_normal(V)
-    cast = lambda x: jnp.asarray(x, dtype)
-    x, weight, bias = (np.asarray(cast(x), np.float64) for x in (x, weight, bias))
-    logits = 3 * np.tanh((x @ weight.T + bias) / 3)
-    logits = np.asarray(cast(logits), np.float64) if form == "logits" else logits
-    exps = np.exp(logits / temperature)
-    p = exps / exps.sum(-1, keepdims=True)
-    hide = lambda x: cast(np.where(MASK[:, None], x, np.nan))
-    if form == "logits":
-        return ejx.Teacher.from_logits(hide(logits)), p
-    if form == "log_probs":
-        plain = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-        return ejx.Teacher.from_logits(hide(np.log(plain))), p
-    if form == "features":
-        return ejx.Teacher.from_features(hide(x), cast(weight), cast(bias), logits_soft_cap=3.0), p
-    words = np.argsort(-p, -1)[:, :4]
-    log_probs = np.log(np.take_along_axis(p, words, -1))
-    few = np.zeros_like(p)
-    np.put_along_axis(few, words, np.take_along_axis(p, words, -1), -1)
-    outside = np.full((N, 2), [-1, V])  # are left out
-    words, log_probs = np.concatenate([words, outside], -1), np.concatenate([log_probs, np.zeros((N, 2))], -1)
-    return ejx.Teacher.from_top_k(jnp.asarray(words), hide(log_probs)), few
-
-
-def formula(x, weight, bias, token_weights, p, divergence, beta, temperature, cap, reduction) -> Any:
-    logits = jnp.where(MASK[:, None], x, 0) @ weight.T + bias[None]
-    logits = logits if cap is None else cap * jnp.tanh(logits / cap)
-    q = jax.nn.softmax(logits / temperature)
-
-    def kl(a, b):
-        return jnp.sum(
-            jnp.where(a > 0, a * (jnp.log(jnp.where(a > 0, a, 1)) - jnp.log(jnp.where(a > 0, b, 1))), 0), -1
-        )
-
-    m = beta * p + (1 - beta) * q
-    losses = {
-        "forward_kl": lambda: kl(p, q),
-        "reverse_kl": lambda: kl(q, p),
-        "jensen_shannon": lambda: beta * kl(p, m) + (1 - beta) * kl(q, m),
-    }[divergence]()
-    weights = jnp.where(MASK, token_weights, 0)
-    losses = weights * losses
-    total = losses if reduction == "none" else losses.sum()
-    return total / weights.sum() if reduction == "mean" else total
-
-
-def with_gradients(function, inputs) -> Any:
-    @quick
-    def both(inputs):
-        out, pull = jax.vjp(lambda inputs: function(**inputs), inputs)
-        return out, pull(jnp.cos(out))[0]
-
-    return both(inputs)
-
-
-CASES = [
-    (divergence, form)
-    for divergence in ("forward_kl", "reverse_kl", "jensen_shannon")
-    for form in FORMS
-    if (divergence, form) != ("reverse_kl", "top_k")
-]
-
-
-def agree(inputs, dtype, divergence, form, reduction, chunk) -> None:
-    options = {"divergence": divergence, "temperature": 1.7, "beta": 0.3, "reduction": reduction}
-    teacher, p = teacher_of(form, 1.7, dtype)
-    op = ejx.LinearDivergence(**options, logits_soft_cap=2.0, config=XlaConfig(chunk))
-    call = lambda x, weight, bias, token_weights: op(
-        x, weight, teacher, bias, token_weights, mask=jnp.asarray(MASK)
-    )
-    out, grads = with_gradients(call, inputs)
-    with jax.enable_x64(True):
-        wide = {name: jnp.asarray(np.asarray(x, np.float64)) for name, x in inputs.items()}
-        reference = lambda **inputs: formula(**inputs, p=jnp.asarray(p), cap=2.0, **options)
-        expected, wanted = with_gradients(reference, wide)
-        expected, wanted = np.asarray(expected), {name: np.asarray(x) for name, x in wanted.items()}
-    assert out.dtype == ("float64" if dtype == "float64" else "float32")
-    assert_close(out, expected, dtype)
-    for name, x in grads.items():
-        assert x.dtype == dtype
-        assert_close(x, wanted[name], dtype, "gradient", name=name)
-
-
-@pytest.mark.few(3)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("reduction, chunk", [("mean", 4), ("none", 64), ("sum", 64)])
 @pytest.mark.parametrize("divergence, form", CASES)
-def test_agrees_with_the_formula(divergence, form, reduction, chunk):
-    agree(make(), "float32", divergence, form, reduction, chunk)
+def test_agrees_with_the_formula(divergence, form, reduction, chunk, platform):
+    if form == "top_k" and platform != "xla":
+        pytest.skip("XLA's alone")
+    agree(Compared(divergence, form, reduction), platform, chunk)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
-def test_other_dtypes(dtype, enable_x64):
-    agree(make(dtype), dtype, "jensen_shannon", "features", "mean", 4)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_other_dtypes(divergence, dtype, platform):
+    agree(Compared(divergence, "features", "mean", dtype), platform, 4)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_several_tiles(divergence):
+    """Of rows that end inside one."""
+    pytest.importorskip("triton")
+    agree(Compared(divergence, "features", "none", "bfloat16", Size(V=301)), INTERPRET, 7)
+
+
+@pytest.mark.slow
+def test_float64(enable_x64):
+    agree(Compared("jensen_shannon", "features", "mean", "float64"), "xla", 4)
+
+
+def test_what_triton_does_not_take():
+    pytest.importorskip("triton")
+    with pytest.raises(ejx.UnsupportedError, match="not of the top k"):
+        Compared("forward_kl", "top_k", "mean").results(INTERPRET, None)
 
 
 @pytest.mark.slow
@@ -138,10 +71,10 @@ def test_the_ends_of_a_mixture():
 
 
 @pytest.mark.slow
-def test_composes():
+def test_composes(platform):
     """vmap over students and over tokens, scan, checkpoint; no gradient reaches the teacher."""
     inputs, (teacher, _) = make(), teacher_of("features", 1.0)
-    op = ejx.LinearDivergence(config=XlaConfig(4))
+    op = ejx.LinearDivergence(platform=platform, config=config_of(platform, 4))
     loss = lambda weight, x=inputs["x"], teacher=teacher: op(x, weight, teacher, mask=jnp.asarray(MASK))
     weights = jnp.stack([inputs["weight"], 2 * inputs["weight"]])
     each = jnp.stack([quick(jax.grad(loss))(w) for w in weights])

@@ -89,10 +89,12 @@ def test_on_a_mesh(name, kind, layout):
 @pytest.mark.few(1)
 @meshes.everywhere
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_kernels_on_a_mesh(reduction, kind, layout):
+@pytest.mark.parametrize("form", [losses, divergence])
+def test_kernels_on_a_mesh(form, reduction, kind, layout):
     pytest.importorskip("triton")
-    operation = ejx.LinearCrossEntropy(reduction, platform=INTERPRET, config=config_of(INTERPRET, 4))
-    agree_on_a_mesh(functools.partial(losses, operation), kind, layout)
+    make = ejx.LinearCrossEntropy if form is losses else ejx.LinearDivergence
+    operation = make(reduction=reduction, platform=INTERPRET, config=config_of(INTERPRET, 4))
+    agree_on_a_mesh(functools.partial(form, operation), kind, layout)
 
 
 @pytest.mark.few(2)

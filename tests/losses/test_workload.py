@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from ejkernel_eqx.launch import compile_ahead
+from ejkernel_eqx.losses.spec import DIVERGENCES
 from ejkernel_eqx.losses.workload import example_problem
 from tests.compiled import DEVICES
 from tests.workloads import assert_agrees, configs_of, launches
@@ -12,13 +13,14 @@ from tests.workloads import assert_agrees, configs_of, launches
 pytest.importorskip("triton")
 from ejkernel_eqx.losses.triton import compiled as triton
 
-OPERATION = "linear_cross_entropy"
+OPERATION, DIVERGENCE = "linear_cross_entropy", "linear_divergence"
 ALL = dict(soft_cap=True, temperature=True, label_smoothing=True, z_loss=True, statistics=True, bias=True)
 KINDS = {
     "sum": example_problem(OPERATION, dict(N=9, E=16, V=20), "bfloat16", dict(z_loss=True)),
     "of each token": example_problem(
         OPERATION, dict(M=2, N=5, E=8, V=150), "float32", ALL | dict(reduction="none")
     ),
+    "of a teacher": example_problem(DIVERGENCE, dict(N=7, E=16, V=150, F=8), "bfloat16", {}),
 }
 
 
@@ -26,14 +28,16 @@ KINDS = {
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("platform", ["xla", "triton-interpret"])
 def test_agrees_with_the_reference(platform, name):
-    assert_agrees(OPERATION, platform, KINDS[name])
+    assert_agrees(KINDS[name].operation, platform, KINDS[name])
 
 
+HEAD = dict(N=8192, E=4096, V=128256)
 COMPILED = {
     "sum": (dict(N=16384, E=1024, V=50304), "bfloat16", {}),
-    "one chunk": (dict(N=8192, E=4096, V=128256), "bfloat16", dict(bias=True)),
+    "one chunk": (HEAD, "bfloat16", dict(bias=True)),
     "of each token": (dict(N=4096, E=2048, V=50257), "float16", ALL | dict(reduction="none")),
     "float32": (dict(N=4096, E=1000, V=32003), "float32", ALL),
+    **{name: (HEAD, "bfloat16", dict(divergence=name)) for name in DIVERGENCES},
 }
 
 
@@ -42,8 +46,9 @@ COMPILED = {
 @pytest.mark.parametrize("name", COMPILED)
 def test_defaults_fit(target, name):
     """Without spills."""
-    problem = example_problem(OPERATION, *COMPILED[name])
-    for launch in launches(OPERATION, problem, configs_of(OPERATION, problem, target)[0]):
+    operation = DIVERGENCE if name in DIVERGENCES else OPERATION
+    problem = example_problem(operation, *COMPILED[name])
+    for launch in launches(operation, problem, configs_of(operation, problem, target)[0]):
         report = compile_ahead(launch, target)
         assert report.fits and report.spills == 0, (launch.label, report)
 
@@ -60,7 +65,9 @@ def test_one_chunk_where_its_logits_take_no_more_than_a_sum():
     )[:2]
     model = dict(E=4096, V=128256)
     assert size_of(model | dict(N=8192)) == (1536, 1536 + 2 * 4096)
-    assert size_of(model | dict(N=16384)) == size_of(model | dict(N=8192), "float16") == (1536, 4096)
+    assert size_of(model | dict(N=16384)) == size_of(model | dict(N=8193), "float16") == (1536, 4096)
+    # Never two chunks.
+    assert size_of(model | dict(N=8192), "float16") == (1536, 2048)
     assert size_of(dict(N=16384, E=1024, V=50304)) == (3968, 3968)
     assert size_of(dict(N=5, E=64, V=50), "float32") == (2_000_000, 2_000_000)
 

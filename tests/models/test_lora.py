@@ -94,9 +94,9 @@ def test_updates_train_on_a_mesh(kind, enable_x64):
     before = add_lora(ejx.models.place(base, base, mesh), 2, key=jax.random.key(1))
     up = after.stacks[0][0].mlp.up_proj
     assert [w.sharding.spec[1:] for w in (up.base.weight, up.a, up.b)] == [
-        ("tensor", "data"),
-        (None, "data"),
-        ("tensor", None),
+        (("tensor", "data"), None),
+        (),
+        (("tensor", "data"), None),
     ]
     inputs, targets = ejx.models.place_tokens(batch, mesh)
     for model in (after, shifted(before)):

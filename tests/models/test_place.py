@@ -52,18 +52,28 @@ def test_what_stands_beside_layers(kind, tmp_path, enable_x64):
     np.testing.assert_array_equal(continued(placed, inputs), continued(model, batch[:, :-1]))
 
 
+@pytest.mark.parametrize("sizes", [{"data": 4}, {"data": 4, "tensor": 2}], ids=str)
+def test_rows_that_are_not_split(sizes):
+    """The devices that would split the rows split features, more of them than there are heads."""
+    model, ids = decoder(), tokens(1, 7)
+    placed = models.place(model, model, mesh_of(**sizes))
+    logits = eqx.filter_jit(lambda model, ids: model(ids))
+    assert_close(jax.device_get(logits(placed, ids)), logits(model, ids))
+
+
 @pytest.mark.parametrize(
     ("sizes", "path", "shape", "spec"),
     [
-        # Heads by tensor and features by all others; the other way round for what follows them.
-        ({"data": 2, "sequence": 2, "tensor": 2}, "mixer.q_proj", (1, 32, 32), P(None, "tensor", ("data", "sequence"))),
+        # Rows by all axes, so that they are gathered in their order; the features of what follows heads by tensor.
+        ({"data": 2, "sequence": 2, "tensor": 2}, "mixer.q_proj", (1, 32, 32), P(None, ("tensor", "data", "sequence"), None)),
         ({"data": 2, "sequence": 2, "tensor": 2}, "mixer.o_proj", (1, 32, 32), P(None, ("data", "sequence"), "tensor")),
-        ({"data": 2}, "mixer.k_proj", (1, 16, 32), P(None, None, "data")),
+        ({"data": 2}, "mixer.k_proj", (1, 16, 32), P(None, "data", None)),
         ({"tensor": 2}, "mlp.down_proj", (1, 32, 64), P(None, None, "tensor")),
         ({"data": 2}, "mixer.kv_a_proj_with_mqa", (1, 20, 32), P(None, None, "data")),
-        # Two key/value heads are not split over four devices, and 30 features neither.
+        # Two key/value heads are not split over four devices, and 30 features neither, but over two.
         ({"tensor": 4}, "mixer.k_proj", (1, 16, 32), P()),
-        ({"data": 4}, "mlp.up_proj", (1, 64, 30), P()),
+        ({"data": 4}, "mlp.up_proj", (1, 30, 64), P()),
+        ({"data": 3, "tensor": 2}, "mlp.up_proj", (1, 64, 32), P(None, "tensor", None)),
         ({"tensor": 2}, "mixer_norm", (1, 32), P()),
         # What Gemma 4 and Zamba2 have besides.
         ({"data": 2, "tensor": 2}, ".layer_embedding.embed_tokens_per_layer", (48, 64), P("tensor", "data")),

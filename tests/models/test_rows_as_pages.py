@@ -13,6 +13,7 @@ import pytest
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx.models import Decoder, DecoderConfig, LayerConfig, MLPConfig, MoEConfig
+from ejkernel_eqx.models.caches import after_prompts, before_prompts
 from ejkernel_eqx.models.rows_as_pages import have_pages
 
 INTERPRET = "triton-interpret"
@@ -36,8 +37,9 @@ CONFIGS = {
     "latent": DecoderConfig(40, 32, (LATENT,) * 2),
     "short": DecoderConfig(40, 32, (FULL, DELTA)),
     "states": DecoderConfig(40, 32, (MAMBA, MAMBA3)),
+    "gates": DecoderConfig(40, 32, (LayerConfig("attention", HEADS | {"forget_gate": True}),)),
 }
-DECODED = [name for name in CONFIGS if name != "short"]  # "hybrid" has its layers
+DECODED = [name for name in CONFIGS if name not in ("short", "gates")]  # "hybrid" has the layers of the first
 ROWS = 3
 PROMPTS = jnp.asarray(np.random.default_rng(0).integers(0, 40, (ROWS, 4)))
 REAL = np.array([[True] * 4, [False, False, True, True], [False, True, True, True]])
@@ -232,7 +234,7 @@ def test_checks_that_are_asked_for_stop_the_program():
 
 
 def test_what_has_no_pages_runs_over_rows():
-    """The window alone, keys of 8 bits, and rows of many tokens."""
+    """The window alone, keys of 8 bits, gates, of which rows have no sums, and rows of many tokens."""
     model = model_of("window", INTERPRET)
     cases = {
         "rolling": ({"rolling": True}, 1),
@@ -243,6 +245,8 @@ def test_what_has_no_pages_runs_over_rows():
         cache, x = model.init_cache(ROWS, 16, **options), jnp.zeros((ROWS, tokens, 32))
         assert not have_pages(model, x, cache, {})
     assert have_pages(model, jnp.zeros((ROWS, 1, 32)), model.init_cache(ROWS, 16), {})
+    gated = model_of("gates", INTERPRET)
+    assert not have_pages(gated, jnp.zeros((ROWS, 1, 32)), gated.init_cache(ROWS, 16), {})
     # Arrays on several devices, also where the compiler splits them.
     mesh = jax.make_mesh((2,), ("rows",), (jax.sharding.AxisType.Auto,))
     spread = jax.device_put(
@@ -258,3 +262,28 @@ def test_states_have_no_capacity():
     for name, lead, shape in (("states", (2, 3), ()), ("hybrid", (2, 3), (2, 3)), ("hybrid", (), ())):
         overflowed = model_of(name, "xla").init_cache(lead, 16).overflowed
         assert overflowed.shape == shape and not np.any(overflowed)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_first_tokens_without_the_cache(name):
+    """Features of real tokens, and the caches that a call over rows leaves, up to what is behind the tokens of a row."""
+    model, count = model_of(name, "xla"), np.array([4, 2, 3], np.int32)
+    real = jnp.asarray(np.arange(4) < count[:, None])
+    empty = model.init_cache(ROWS, 48)
+    first = before_prompts(model, empty)
+    if name in ("latent", "shared keys"):
+        assert first is empty
+        return
+    found, cache = model.features(PROMPTS, first, padding_mask=real)
+    expected, wanted = model.features(PROMPTS, empty, padding_mask=real)
+    close(jnp.where(real[..., None], found, 0), jnp.where(real[..., None], expected, 0))
+    of_tokens = np.arange(48) < count[:, None]
+
+    def seen(cache: Any) -> Any:
+        hide = lambda x: jnp.where(of_tokens[None, :, :, None, None], x, 0)
+        kept = lambda one: (
+            dataclasses.replace(one, k=hide(one.k), v=hide(one.v)) if hasattr(one, "k") else one
+        )
+        return [[kept(one) for one in stack] for stack in cache.stacks]
+
+    close(seen(after_prompts(cache, jnp.asarray(count))), seen(wanted))

@@ -77,6 +77,9 @@ def test_shards_have_an_index_and_nothing_half_written_stays(tmp_path, monkeypat
     quantised = ejx.quantise(model, "int8")
     with pytest.raises(ValueError, match="QuantizedWeight"):
         ejx.models.save_pretrained(quantised, tmp_path / "broken")
+    trained = ejx.with_float8_training(model, where=lambda path: "q_proj" in path)
+    with pytest.raises(ValueError, match=r"save ejx\.with_float8_training\(model, False\)"):
+        ejx.models.save_pretrained(trained, tmp_path / "broken")
     assert {path.name for path in tmp_path.iterdir()} == {"in", "out"}
 
 

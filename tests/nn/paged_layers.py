@@ -21,6 +21,7 @@ ATTENTION = {
     "gqa, rope": {},
     "mqa, gate, V != D": {"num_kv_heads": 1, "output_gate": True, "v_head_dim": 6},
     "norm, sinks, window": {"qk_norm": True, "sinks": True, "sliding_window": 4, "use_qkv_bias": True},
+    "forget gates": {"forget_gate": True, "rope": None, "sliding_window": 6},
     "cap, pair": {"logits_soft_cap": 2.0, "sliding_window": (5, 0), "rope": None},
 }
 

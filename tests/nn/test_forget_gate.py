@@ -10,6 +10,8 @@ import pytest
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx.nn import KVCache, MultiHeadAttention
+from ejkernel_eqx.paged.cache.forget import sums_of
+from ejkernel_eqx.paged.cache.write import put
 from tests.tolerances import assert_close
 
 
@@ -81,8 +83,6 @@ def test_gradients_reach_the_gates(enable_x64):
     [
         (lambda: layer_of(causal=False), "forget_gate: expected False but in a causal layer"),
         (lambda: layer_of(alibi=True), "forget_gate: expected False but in a causal layer without alibi"),
-        (lambda: layer_of(sliding_window=4).init_cache(2, rolling=True), "received a RollingKVCache"),
-        (lambda: layer_of().init_paged_cache(4, 16), "received a PagedKVCache, which stores no gates"),
         (lambda: layer_of()(tokens(2, 3), KVCache.init(2, 8, 2, 4)), r"log_forget: expected None, .*\(2, 3, 4\)"),
     ],
 )  # fmt: skip
@@ -91,10 +91,64 @@ def test_errors(call, message):
         call()
 
 
-def test_pages_are_refused_by_name():
-    """They hold keys and values, and no gates."""
-    layer = layer_of()
-    cache = MultiHeadAttention(16, num_heads=4, num_kv_heads=2, key=jax.random.key(0)).init_paged_cache(4, 16)
+def test_other_caches_without_gates():
+    """Are refused by name; and pages with gates where keys are appended without them."""
+    sizes: Any = dict(num_heads=4, num_kv_heads=2, sliding_window=4, key=jax.random.key(0))
+    layer, plain = layer_of(sliding_window=4), MultiHeadAttention(16, **sizes)
     batch = ejx.RaggedBatch.build([3], [3], [[0]], page_size=16)
-    with pytest.raises(ValueError, match="received a PagedKVCache, which stores no gates"):
-        layer(tokens(batch.num_tokens), cache, batch=batch)
+    x = tokens(batch.num_tokens)
+    with pytest.raises(ValueError, match=r"log_forget: expected None, .*received \(3, 4\)"):
+        layer(x, plain.init_paged_cache(4, 16), batch=batch)
+    with pytest.raises(ValueError, match="cache: expected one without gates"):
+        plain(x, layer.init_paged_cache(4, 16), batch=batch)
+    with pytest.raises(ValueError, match=r"log_forget: expected None, .*received \(2, 3, 4\)"):
+        layer(tokens(2, 3), plain.init_cache(2, rolling=True))
+
+
+def test_a_window_of_gates():
+    """A RollingKVCache of a window, in chunks longer and shorter than it, gives what whole rows do."""
+    layer, x = layer_of(sliding_window=4), tokens(2, 13)
+    call = eqx.filter_jit(layer.__call__)
+    whole, cache, found = call(x), layer.init_cache(2, rolling=True), []
+    for part in jnp.split(x, [6, 7, 9], axis=1):
+        y, cache = call(part, cache)
+        found.append(y)
+    assert_close(jnp.concatenate(found, 1), whole)
+
+
+def test_a_program_that_makes_its_own_pages():
+    """A prompt and several decodes of two texts in one program, from pages that it makes, as whole rows; and a copied page is as good."""
+    layer, x, table = layer_of(), tokens(2, 9), [[3, 0, 5], [1, 4, 2]]
+    prompt = ejx.RaggedBatch.build([5, 3], [5, 3], table, page_size=4)
+    decodes = [ejx.RaggedBatch.build([1, 1], [6 + n, 4 + n], table, page_size=4) for n in range(3)]
+    forked = ejx.RaggedBatch.build([1, 1], [9, 7], [[3, 0, 5], [1, 7, 2]], page_size=4)
+
+    @jax.jit
+    def run(x):
+        y, cache = layer(jnp.concatenate([x[0, :5], x[1, :3]]), layer.init_paged_cache(8, 4), batch=prompt)
+        found = [(y[:5], y[5:])]
+        for n, batch in enumerate([*decodes, forked]):
+            cache = cache.copy_pages([4], [7]) if batch is forked else cache
+            y, cache = layer(jnp.stack([x[0, 5 + n], x[1, 3 + n]]), cache, batch=batch)
+            found.append((y[:1], y[1:]))
+        return [jnp.concatenate(parts) for parts in zip(*found)]
+
+    whole = jax.jit(layer.__call__)(x)
+    for found, expected in zip(run(x), (whole[0], whole[1, :7]), strict=True):
+        assert_close(found, expected)
+
+
+def test_sums_in_pages_lose_nothing_on_long_texts():
+    """A hundred thousand tokens in chunks: differences between near sums are those of the gates."""
+    page, chunk, count, heads = 64, 4096, 25, 2
+    x = -np.random.default_rng(0).random((chunk * count, heads)).astype(np.float32)
+    pages = jnp.zeros((chunk * count // page, page, heads, 2))
+    add = jax.jit(lambda pages, x, batch: put(pages, sums_of(pages, x, batch), batch.slots))
+    rows = [list(range(chunk * count // page))]
+    for n in range(count):
+        batch = ejx.RaggedBatch.build([chunk], [chunk * (n + 1)], rows, page_size=page)
+        pages = add(pages, jnp.asarray(x[n * chunk : (n + 1) * chunk]), batch)
+    sums, exact = np.asarray(pages).reshape(-1, heads, 2), x.astype(np.float64).cumsum(0)
+    for distance in (1, 50, 1000):
+        near = (sums[distance:] - sums[:-distance]).sum(-1)
+        np.testing.assert_allclose(near, exact[distance:] - exact[:-distance], rtol=1e-6, atol=1e-5)

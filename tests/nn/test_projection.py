@@ -13,7 +13,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.nn.projection import project, project_apart, project_parts, project_together
+from ejkernel_eqx.nn.projection import is_shared, project, project_apart, project_parts, project_together
+from tests import meshes
 from tests.arrays import array, normal
 from tests.meshes import COLLECTIVE
 from tests.nn.checks import refuses
@@ -232,3 +233,20 @@ def test_a_kernel_in_the_place_of_a_projection_whose_input_is_computed_again():
     gradient = jax.jit(jax.grad(lambda x, layer: jnp.sum(jnp.sin(layer(x)))))
     found = gradient(x, eqx.tree_at(lambda m: m.out_proj, layer, product))
     assert_close(found, np.asarray(gradient(x, layer), np.float64), kind="gradient")
+
+
+def test_which_rows_devices_share():
+    """Those of explicit axes with several devices that do not split them."""
+
+    def shared(kind, shape, *spec):
+        mesh = meshes.mesh_of(kind, shape)
+        x = jax.device_put(jnp.ones((4, 4)), NamedSharding(mesh, P(*spec)))
+        found = []
+        jax.jit(lambda x: found.append(is_shared(x)) or x)(x)
+        return found[0]
+
+    rows, heads = meshes.ROWS, meshes.HEADS
+    assert shared("explicit", (2, 2), rows) and shared("explicit", (2, 2), None, heads)
+    assert not shared("explicit", (2, 2), rows, heads) and not shared("explicit", (2, 2), (rows, heads))
+    assert not shared("explicit", (4, 1), rows) and not shared("automatic", (2, 2), rows)
+    assert not is_shared(jnp.ones(4))

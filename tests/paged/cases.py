@@ -45,6 +45,7 @@ class Case:
     cap: float | None = None
     sinks: bool = False
     slopes: bool = False
+    gates: bool = False
     qq_bias: int | None = None  # its size, at least the longest query length
     kv_start: tuple[int, ...] | None = None
     missing: tuple[tuple[int, int], ...] = ()  # (sequence, page of it) that is not there
@@ -143,6 +144,12 @@ def _arrays(case: Case) -> dict[str, np.ndarray]:
     widths = {"k": case.D, "v": case.V} if case.rope is None else {"k": case.D, "rope": case.rope}
     for (name, width), dtype in zip(widths.items(), case.page_dtypes, strict=True):
         arrays |= _pages(case, name, (width, dtype), seen, rng)
+    if case.gates:
+        wide = np.float64 if case.dtype == "float64" else np.float32
+        stored = np.where(seen[..., None, None], rng.standard_normal((*seen.shape, case.H, 2)), np.nan)
+        own = np.where(real[..., None, None], rng.standard_normal((rows, tokens, case.H, 2)), np.nan)
+        large = np.array([1000.0, 0.0])  # near sums are alike
+        arrays |= {"gates": (stored - large).astype(wide), "own_gates": (own - large).astype(wide)}
     arrays |= {"page_table": table, "q_start": ends - q_len, "q_len": q_len, "kv_len": kv_len}
     if kv_start is not None:
         arrays["kv_start"] = kv_start
@@ -283,6 +290,9 @@ CASES = {
     ),
     "bfloat16": Case(**MIXED, dtype="bfloat16", sinks=True),
     "float16": Case(**MIXED, dtype="float16", left=4),
+    "gates": Case((1, 1, 1), (3, 16, 18), gates=True, left=6, cap=2.0, sinks=True),
+    "gates, mixed": Case(**MIXED, gates=True, dtype="bfloat16", missing=((3, 1),)),
+    "gates, two rows, int8": Case((1, 4), (6, 9), H=2, batch=2, gates=True, kv_dtype="int8", scales="token"),
     "two rows": Case((1, 4, 1), (6, 9, 3), batch=2, tail=1),
     "two rows, all options": Case(
         (1, 3), (6, 9), batch=2, left=4, cap=2.0, sinks=True, slopes=True, qq_bias=3

@@ -46,6 +46,11 @@ def by_query(case: Case) -> tuple[np.ndarray, np.ndarray]:
                         else spec.logits_soft_cap * np.tanh(s / spec.logits_soft_cap)
                     )
                     s += given["slopes"][h] * (j - i) if case.slopes else 0
+                    if case.gates:
+                        own, stored_gates = (
+                            given[name].astype(np.float64) for name in ("own_gates", "gates")
+                        )
+                        s += (own[start + t, h] - stored_gates[page, j % case.p, h]).sum()
                     s += given["qq_bias"][t, j - first] if case.qq_bias and j >= first else 0
                     scores, values = [*scores, s], [*values, value]
                 scores.append(float(given["sinks"][h]) if case.sinks else -np.inf)

@@ -24,6 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "int8": BYTES,
     "float8": {"pages": "float8_e5m2", "values": "bfloat16", "scales": "head"},
     "mixed": {"Q": 64},
+    "gates": {"Q": 64, "gates": True},
     "mixed, every option": {"Q": 64, "D": 64, "options": True, "dtype": "float32"},
     # Not compiled ahead.
     "latent": LATENT | {"H": 128},
@@ -34,7 +35,9 @@ EVERYWHERE = ("plain", "every option", "mixed", "mixed, every option")
 GRID = [(target, kind) for target in DEVICES for kind in EVERYWHERE]
 GRID += [(target, kind) for target in ("sm_80", "sm_100") for kind in ("latent int8", "float8")]
 GRID += [
-    (target, kind) for target in ("sm_90", "gfx942") for kind in ("wide heads", "latent, 16 heads", "int8")
+    (target, kind)
+    for target in ("sm_90", "gfx942")
+    for kind in ("gates", "wide heads", "latent, 16 heads", "int8")
 ]
 KERNELS = {"decode_kernel", "merge_kernel", "prefill_kernel"}
 
@@ -61,6 +64,9 @@ def request(kind: str, **dims: int) -> tuple[PagedArrays, PagedSpec]:
         **({"rope": pages(rope, second)} if rope else {}),
         **{name: shape(*((1000, page) if scales == "token" else ()), kv_heads) for name in names},
     )
+    if given.get("gates"):
+        own = shape(1, count * queries, heads, 2)
+        arrays = arrays._replace(gates=shape(1000, page, heads, 2), own_gates=own)
     spec = PagedSpec(dim**-0.5, max_query_len=queries, latent=rope > 0, scales=scales)
     if not given["options"]:
         return arrays, spec

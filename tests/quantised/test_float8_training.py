@@ -232,6 +232,8 @@ def test_which_weights():
         ejx.with_float8_training(layers.narrow)
     with pytest.raises(ValueError, match="received none"):
         ejx.with_float8_training(ejx.quantise(layers.wide, "fp8"))
+    with pytest.raises(ValueError, match=r"quantise ejx\.with_float8_training\(model, False\)"):
+        ejx.quantise(made, "int8")
 
 
 EVERYWHERE = [("explicit", jax.P("dp")), ("explicit", jax.P()), ("automatic", jax.P("dp"))]
@@ -260,8 +262,11 @@ def test_a_mesh_splits_rows_and_parameters(kind, spec, platform):
 def test_what_a_mesh_may_not_split():
     mesh, layer = mesh_of("explicit"), ejx.with_float8_training(linear(128, 128))
     x = jax.device_put(normal(1, 80, 128), jax.NamedSharding(mesh, jax.P("dp", "tp")))
-    with pytest.raises(ValueError, match=r"whose axes split rows, .* features split by tp"):
+    with pytest.raises(ValueError, match=r"received features split by tp; "):
         project("layer", layer, x, 128)
+    split = jax.tree.map(lambda a: jax.device_put(a, jax.NamedSharding(mesh, jax.P("dp"))), layer)
+    with pytest.raises(ValueError, match=r"received a weight split by dp; split rows by it"):
+        project("layer", split, normal(1, 80, 128), 128)
     options = {"num_experts": 2, "top_k": 1, "activation": "silu"}
     mixture = ejx.nn.MixtureOfExperts(128, 128, **options, key=jax.random.key(0))
     for name in ("gate_proj", "up_proj", "down_proj"):

@@ -28,6 +28,7 @@ ROPE = ejx.nn.RotaryEmbedding(8)
 MIXERS: dict[str, tuple[str, dict[str, Any]]] = {
     "attention": ("attention", {**HEADS, "rope": ROPE}),
     "windowed": ("attention", {**HEADS, "rope": ROPE, "sliding_window": 6}),
+    "forgetting": ("attention", {**HEADS, "forget_gate": True}),
     "mla": (
         "latent_attention",
         {"num_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4},

@@ -17,6 +17,7 @@ MIXERS = (
     "mamba3,attention",
     "delta,attention",
     "kda,mla",
+    "mamba2,forgetting",
 )
 SYSTEM = bytes([10, 11, 12, 13, 14] * 3 + [7, 8])  # four pages and a token
 

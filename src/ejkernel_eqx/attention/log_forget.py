@@ -1,5 +1,7 @@
 """Forget gates: their cumulative sums in two parts, for kernels that subtract sums of near tokens, and the gradient of the gates."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -16,12 +18,17 @@ CHUNK = 128
 
 def of_tokens(arrays: AttentionArrays, spec: AttentionSpec) -> AttentionArrays:
     """The arrays with 0 for the gates of keys that no query may see, which can be NaN."""
-    log_forget, lengths = arrays.log_forget, (arrays.q.shape[1], arrays.k.shape[1])
+    lead, lengths = arrays.q.shape[:-3], (arrays.q.shape[-3], arrays.k.shape[-3])
     plain = arrays.rows is None and arrays.q_segments is None
-    if log_forget is None or (plain and not any(map(is_symbolic, lengths)) and spec.covers(*lengths)):
+    if arrays.log_forget is None or (plain and not any(map(is_symbolic, lengths)) and spec.covers(*lengths)):
         return arrays
-    seen = tile_table.seen(arrays, spec).keys[..., None] > 0
-    return arrays._replace(log_forget=jnp.where(seen, log_forget, 0))
+    folded = lambda x: jnp.broadcast_to(x, (*lead, *x.shape[len(lead) :])).reshape(-1, *x.shape[len(lead) :])
+    parts = jax.tree.map(
+        folded, {name: getattr(arrays, name) for name in ("q", "k", "rows", "q_segments", "kv_segments")}
+    )
+    seen = tile_table.seen(arrays._replace(**parts), spec).keys  # [1 or all rows, S]
+    seen = jnp.broadcast_to(seen, (parts["q"].shape[0], lengths[1])).reshape(*lead, lengths[1], 1)
+    return arrays._replace(log_forget=jnp.where(seen > 0, arrays.log_forget, 0))
 
 
 def sums(arrays: AttentionArrays) -> tuple[Array, Array]:
@@ -83,11 +90,49 @@ def at_positions(x: Array, arrays: AttentionArrays, spec: AttentionSpec) -> Arra
     queries, keys = arrays.q.shape[1], x.shape[-1]
     if arrays.rows is None and spec.offset == 0 and queries == keys:
         return x
-    position = jnp.arange(queries, dtype=jnp.int32)[None] + as_value(spec.offset)
-    position = jnp.clip(position if arrays.rows is None else arrays.rows.position, 0, keys - 1)[:, None]
+    position = jnp.clip(_positions(arrays, spec), 0, keys - 1)[:, None]
     batch = max(x.shape[0], position.shape[0])
     x, position = (jnp.broadcast_to(a, (batch, *a.shape[1:])) for a in (x, position))
     return jnp.take_along_axis(x, position, axis=-1)
+
+
+def _positions(arrays: AttentionArrays, spec: AttentionSpec) -> Array:
+    if arrays.rows is not None:
+        return arrays.rows.position
+    return jnp.arange(arrays.q.shape[1], dtype=jnp.int32)[None] + as_value(spec.offset)
+
+
+def _at_keys(x: Array, arrays: AttentionArrays, spec: AttentionSpec, keys: Any) -> Array:
+    """The transpose of `at_positions`. Positions within the keys are distinct, so that nothing is added in an order of the device's."""
+    if arrays.rows is None and spec.offset == 0 and x.shape[-1] == keys:
+        return x
+    position = jnp.broadcast_to(_positions(arrays, spec), (x.shape[0], x.shape[-1]))
+    before, behind = (position < 0)[:, None], (position >= keys)[:, None]
+    at = jnp.where((before | behind)[:, 0], keys + jnp.arange(x.shape[-1], dtype=jnp.int32), position)
+    put = lambda x, at: (
+        jnp.zeros((x.shape[0], keys), x.dtype).at[:, at].set(x, mode="drop", unique_indices=True)
+    )
+    outside = (jnp.where(where, x, 0).sum(-1) for where in (before, behind))
+    return jax.vmap(put)(x, at).at[..., 0].add(next(outside)).at[..., -1].add(next(outside))
+
+
+def of_queries(
+    arrays: AttentionArrays, tiles: Array, size: int, lse: Array, delta: Array, dlse: Array, empty: Array
+) -> Array:
+    """Sums of the scores' gradients over each query's keys `[B, H, T]`, from those of tiles of `size` queries `[B, H, tiles]`.
+
+    Of a softmax they are known: the cotangent of the lse, and what a sink takes. A kernel's are so up to rounding, of which each query of a tile is
+    given the same part. Without it the rounding of a whole row would add up in the gradient of its first gates."""
+    exact = dlse.astype(lse.dtype)
+    if arrays.sinks is not None:
+        exact = exact + delta * jnp.exp(
+            arrays.sinks.astype(lse.dtype)[..., None] - jnp.where(empty, jnp.inf, lse)
+        )
+    exact = jnp.where(empty, 0, exact)
+    length, count = lse.shape[-1], tiles.shape[-1]
+    in_tiles = jnp.pad(exact, ((0, 0), (0, 0), (0, count * size - length))).reshape(*tiles.shape, size)
+    queries = jnp.minimum(size, length - size * jnp.arange(count)).astype(tiles.dtype)
+    return _whole(in_tiles + ((tiles - in_tiles.sum(-1)) / queries[None, None])[..., None], length)
 
 
 def gradient(arrays: AttentionArrays, spec: AttentionSpec, by_query: Array, by_key: Array) -> Array:
@@ -95,7 +140,7 @@ def gradient(arrays: AttentionArrays, spec: AttentionSpec, by_query: Array, by_k
     gates, which queries at its token add and its key subtracts, and so of every gate up to it."""
     log_forget = arrays.log_forget
     assert log_forget is not None
-    (added,) = jax.linear_transpose(lambda x: at_positions(x, arrays, spec), by_key)(by_query)
+    added = _at_keys(by_query, arrays, spec, by_key.shape[-1])
     if is_symbolic(length := by_key.shape[-1]):
         behind = jax.lax.cumsum(added - by_key, 2, reverse=True)
     else:

@@ -83,6 +83,8 @@ def _ordered(problem: Any, device: Any) -> list[XlaTile]:
     if device.backend is not Backend.GPU:
         return list(_TILES)
     sides = (512, 256) if problem.dtype("qkv") == "float32" else (1024, 512, 256)
+    if problem.dtype("qkv") != "float32" and problem.dim("D") > 256:  # what a tile adds to is as wide
+        sides = (2048, *sides)
     rows, most = problem.dim("B") * problem.dim("H"), device.memory / _TILES_IN_MEMORY
     lengths = problem.dim("T"), problem.dim("S")
 

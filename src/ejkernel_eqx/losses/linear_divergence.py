@@ -31,7 +31,11 @@ class LinearDivergence(Kernel):
     gradients. Everything is computed in float32 (float64 for float64) from products of matrices in the dtype of the features. Gradients of
     a mean or a sum are computed together with it.
 
-    Platforms: XLA (`"xla"`). Derivatives: reverse mode, in `x`, `weight`, `bias` and `token_weights`; none reaches the teacher.
+    On the Triton platform the logits of both sides are rounded to the dtype of `x`, but for a teacher's that are given, or made of float16 features.
+    Float16 ends at 65,504, so float16 runs on XLA unless Triton is named. A teacher of the top k runs on XLA.
+
+    Platforms: Triton (`"triton"`, `"triton-interpret"`; not for float64 or the top k), XLA (`"xla"`). Derivatives: reverse mode, in `x`, `weight`,
+    `bias` and `token_weights`; none reaches the teacher.
     """
 
     operation: ClassVar[str] = "linear_divergence"

@@ -1,5 +1,6 @@
 """The caches of a decoder: rows of keys, values and states, or the pages and slots of a server."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -10,7 +11,7 @@ from jax.typing import DTypeLike
 
 from .._shapes import Int, Numbers
 from .._signatures import Module
-from ..nn import CacheState, MultiHeadAttention
+from ..nn import CacheState, KVCache, MultiHeadAttention
 from ..nn.arguments import read_batch_shape
 from ..nn.kv_cache import check_room
 from ..paged import RaggedBatch
@@ -61,7 +62,9 @@ class DecoderCache(Module):
     @property
     def bounded(self) -> list[Any]:
         """The caches with a capacity."""
-        return [cache for stack in self.stacks for cache in stack if hasattr(cache, "overflowed")]
+        caches = [cache for stack in self.stacks for cache in stack]
+        caches = [cache.cache if isinstance(cache, FirstKeys) else cache for cache in caches]
+        return [cache for cache in caches if hasattr(cache, "overflowed")]
 
     def check_room(self, tokens: int, padding_mask: Any) -> None:
         """Raises `ValueError` if a row is known to have no room for so many tokens."""
@@ -72,6 +75,45 @@ class DecoderCache(Module):
     def nbytes(self) -> int:
         """The bytes of all arrays."""
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self))
+
+
+class FirstKeys(Module):
+    """The empty cache of layers of attention, before the first tokens of all rows, which begin where the rows do. A layer returns keys and values
+    `[..., T, K, D]` for it, and reads nothing: a loop over layers need not copy the caches of each out and in."""
+
+    cache: KVCache
+
+    def put(self, index: Array, keys: tuple[Array, Array]) -> "FirstKeys":
+        """The cache with the keys and values of the layer `index`."""
+        write = lambda store, new: jax.lax.dynamic_update_slice(
+            store, new[None].astype(store.dtype), (index, *[0] * new.ndim)
+        )
+        k, v = map(write, (self.cache.k, self.cache.v), keys)
+        return FirstKeys(dataclasses.replace(self.cache, k=k, v=v))
+
+
+def before_prompts(model: Any, cache: DecoderCache) -> DecoderCache:
+    """An empty cache with `FirstKeys` in the place of keys and values; the same cache if a layer reads those of others or has other caches."""
+    plain = lambda mixer: type(mixer) is MultiHeadAttention and mixer.fgate_proj is None
+    layers = [layer for stack in model.stacks for layer in stack]
+    kept = any(layer.split is not None or layer.config.gives_keys for layer in layers) or model.shared_blocks
+    caches = [one for stack in cache.stacks for one in stack]
+    both = zip((mixer for stack in model.mixers for mixer in stack), caches, strict=True)
+    if kept or not all(plain(mixer) for mixer, one in both if hasattr(one, "overflowed")):
+        return cache
+    swap = lambda one: FirstKeys(one) if isinstance(one, KVCache) else one
+    return DecoderCache(tuple(tuple(map(swap, stack)) for stack in cache.stacks))
+
+
+def after_prompts(cache: DecoderCache, count: Array) -> DecoderCache:
+    """The cache after prompts of `count [N]` tokens, without `FirstKeys`."""
+
+    def end(one: Any) -> Any:
+        if not isinstance(one, FirstKeys):
+            return one
+        return dataclasses.replace(one.cache, lengths=jnp.broadcast_to(count, one.cache.lengths.shape))
+
+    return DecoderCache(tuple(tuple(map(end, stack)) for stack in cache.stacks))
 
 
 class ServingCache(Module):

@@ -26,7 +26,7 @@ from ..nn.projection import are_few
 from ..nn.split_attention import split_of
 from ..paged import RaggedBatch
 from ..quantised import dequantise
-from .caches import DecoderCache, ServingCache
+from .caches import DecoderCache, FirstKeys, ServingCache
 from .config import DecoderConfig, MoEConfig
 from .filling import filled_decoder
 from .layer import DecoderLayer
@@ -599,10 +599,14 @@ class Decoder(Module):
 
         def carried(carry: Any, own: Any) -> tuple[Any, None]:
             (x, caches), (index, arrays) = carry, own
-            one = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, index, 0, False), caches)
+            of_layer = lambda a: jax.lax.dynamic_index_in_dim(a, index, 0, False)
+            one = tuple(c if isinstance(c, FirstKeys) else jax.tree.map(of_layer, c) for c in caches)
             x, new = period(x, (arrays, one))
-            put = lambda a, b: jax.lax.dynamic_update_index_in_dim(a, b, index, 0)
-            return (x, jax.tree.map(put, caches, new)), None
+            write = lambda a, b: jax.lax.dynamic_update_index_in_dim(a, b, index, 0)
+            put = lambda c, own: (
+                c.put(index, own) if isinstance(c, FirstKeys) else jax.tree.map(write, c, own)
+            )
+            return (x, tuple(map(put, caches, new))), None
 
         return jax.lax.scan(carried, (x, caches), (jnp.arange(repeats, dtype=jnp.int32), arrays))[0]
 
@@ -623,7 +627,10 @@ class Decoder(Module):
             return (x, state.with_layers(new)), None
 
         # The numbers are computed once, before the first layer. The barrier keeps XLA from computing each layer's part by a launch of its own.
-        numbers = jax.lax.optimization_barrier(state.numbers(batch))
+        numbers = {
+            name: x if isinstance(x, np.ndarray) else jax.lax.optimization_barrier(x)
+            for name, x in state.numbers(batch).items()
+        }
         each = jnp.arange(repeats, dtype=jnp.int32), numbers, arrays, inputs.embedding
         # The host launches every turn of a loop. An unrolled step of few tokens is one CUDA graph. An unrolled prompt would take long to compile.
         is_step = are_few(x) and batch.max_query_len <= MOST_TOKENS

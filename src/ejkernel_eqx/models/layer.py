@@ -18,9 +18,10 @@ from ..nn.activations import gated
 from ..nn.few_rows import laid_out_as, Norm, normed
 from ..nn.initial import keys_of
 from ..nn.parts import Parts
-from ..nn.projection import are_few, multiplied_by, project
+from ..nn.projection import are_few, is_shared, multiplied_by, project
 from ..nn.token_order import in_temporal_order, is_zigzag
 from ..normalization import ResidualRMSNorm
+from .caches import FirstKeys
 from .config import BranchConfig, LayerConfig, MLPConfig, NormType, SharedBlockConfig
 from .cross_layer_attention import CrossLayerAttention
 from .layer_inputs import LayerInputs
@@ -141,7 +142,8 @@ class DecoderLayer(Module):
         """
         inputs = LayerInputs() if inputs is None else inputs
         if "batch" not in rows or not are_few(x):
-            return self.through(x, cache, rows, inputs)[:2]
+            with multiplied_by(None if are_few(x) else self.matmul):
+                return self.through(x, cache, rows, inputs)[:2]
         with multiplied_by(self.matmul):
             # The kernels of attention's projections compute the norm before it and add the residual after it.
             is_alone = self.beside is None and self.experts is None and self.block_adapters is None
@@ -169,7 +171,9 @@ class DecoderLayer(Module):
         if self.block_adapters is not None:
             return *self._with_block(x, cache, rows, inputs), None
         gives = cache is None and self.config.gives_keys
-        apart = cache is None and self.beside is None and type(self.mixer) is MultiHeadAttention and not gives
+        # Devices that share the input each have a part of its gradient. The parts of all projections are added before they are sent.
+        alone = cache is None and not is_shared(x)
+        apart = alone and self.beside is None and type(self.mixer) is MultiHeadAttention and not gives
         (h, *copies), x = self._into_branch(self.mixer_norm, x, readers=3 if apart else 1)
         residual = h if self.config.norms == "residual" else x
         if copies:
@@ -184,7 +188,7 @@ class DecoderLayer(Module):
         if self.mlp is None:
             return _added(residual, out, self.config.mixer_scales), cache, None
         is_plain = type(self.mlp) is MLP and self.mlp.config.gated and self.experts is None
-        readers = 2 if cache is None and is_plain else 1
+        readers = 2 if alone and is_plain else 1
         if self.config.norms.startswith("parallel"):
             h = h if self.mlp_norm is None else normed(self.mlp_norm, x)
             x, copies = _added(residual, out, self.config.mixer_scales), ()
@@ -211,6 +215,8 @@ class DecoderLayer(Module):
         def run(mixer: Any, cache: Any) -> tuple[Array, Any]:
             if cache is None and is_zigzag(self.split) and isinstance(mixer, RecurrentLayer):
                 return in_temporal_order(self.split, mixer, h, rows), None
+            if isinstance(cache, FirstKeys):  # padding is behind all real tokens, which do not see it
+                return mixer.with_keys(h)
             return (mixer(h, **rows), None) if cache is None else mixer(h, cache, **rows)
 
         if self.config.beside is None:

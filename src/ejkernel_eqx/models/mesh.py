@@ -19,7 +19,8 @@ from .decoder import Decoder
 MESH_AXES = ("data", "sequence", "tensor")
 """The axes of a mesh that [`place`][ejkernel_eqx.models.place] knows."""
 DATA, SEQUENCE, TENSOR = MESH_AXES
-_ROWS = (".embedding", ".embed_tokens_per_layer", ".head.weight", "gate_proj.weight", "up_proj.weight")
+_TABLES = (".embedding", ".embed_tokens_per_layer", ".head.weight")
+_ROWS = ("gate_proj.weight", "up_proj.weight")
 _COLUMNS = (
     "_proj.weight",
     "_proj_with_mqa.weight",
@@ -72,23 +73,27 @@ def partition_spec(path: str, leaf: Any, model: Decoder, mesh: Mesh) -> P:
     rows, columns = _axes(path, model, sizes)
 
     def entry(axes: tuple[str, ...], size: int) -> Any:
-        names = [name for name in axes if name in sizes]
-        if not names or size % math.prod(sizes[name] for name in names):
-            return None
-        return tuple(names) if len(names) > 1 else names[0]
+        names: list[str] = []
+        for name in axes:
+            if name in sizes and size % math.prod(sizes[other] for other in (*names, name)) == 0:
+                names.append(name)
+        return tuple(names) if len(names) > 1 else names[0] if names else None
 
     entries = entry(rows, leaf.shape[-2]), entry(columns, leaf.shape[-1])
     return P() if entries == (None, None) else P(*(None,) * (leaf.ndim - 2), *entries)
 
 
 def _axes(path: str, model: Decoder, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The axes that split the rows and the columns of a matrix."""
+    """The axes that split the rows and the columns of a matrix. Rows are gathered without a copy in another order."""
     whole, fully, tensor = (), (DATA, SEQUENCE), (TENSOR,)
+    both = (*tensor, *fully)
     if update := re.fullmatch(r"(.*_proj)\.(a|b|base\.weight)", path):  # of a LoRA
         rows, columns = _axes(f"{update[1]}.weight", model, sizes)
         return whole if update[2] == "a" else rows, whole if update[2] == "b" else columns
-    if path.endswith(_ROWS):
+    if path.endswith(_TABLES):
         return tensor, fully
+    if path.endswith(_ROWS):
+        return both, whole
     if path.endswith("down_proj.weight"):
         return fully, tensor
     if not path.endswith(_COLUMNS):
@@ -99,7 +104,7 @@ def _axes(path: str, model: Decoder, sizes: Mapping[str, int]) -> tuple[tuple[st
             if heads[3] == "o":
                 return fully, tensor
             if heads[3] == "q" or mixer.num_kv_heads % sizes.get(TENSOR, 1) == 0:
-                return tensor, fully
+                return both, whole
     return whole, fully
 
 

@@ -164,7 +164,7 @@ def _has_pages(mixer: Any, cache: Any, lead: tuple[int, ...]) -> bool:
         return False
     if isinstance(mixer, RecurrentLayer):
         return type(cache) is RecurrentState and cache.drafts is None and _is_compiled(mixer.recurrence)
-    if isinstance(mixer, MultiHeadAttention) and type(cache) is KVCache:
+    if isinstance(mixer, MultiHeadAttention) and type(cache) is KVCache and cache.log_forget is None:
         if mixer.chunk_size is not None and cache.max_length > mixer.chunk_size:
             return False
         heads = mixer.num_kv_heads

@@ -37,7 +37,6 @@ from .attention_inputs import (
     read_biases,
     read_chunk,
     read_temperature,
-    refuse_gates,
     window_of,
 )
 from .attention_places import keys_of, locate, Places, places_over_pages
@@ -238,7 +237,7 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         self.matmul = Matmul(platform=paged_platform)
         turns = isinstance(rope, RotaryEmbedding)
         self.rotary_heads = RotaryHeads(rope.interleaved, platform=paged_platform) if turns else None
-        if self.alibi is None:
+        if self.alibi is None and not forget_gate:
             self.paged_attention = RaggedPagedAttention(*limits, append=True, platform=paged_platform)
         else:
             self.paged_attention = UnifiedAttention(*limits, platform=paged_platform)
@@ -306,12 +305,11 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         check_flags(rolling=rolling)
         kept: DTypeLike = self._stored_dtype() if dtype is None else dtype
         sizes = (self.num_kv_heads, self.head_dim, self.v_head_dim, kept)
+        gates = None if self.fgate_proj is None else self.num_heads
         if rolling:
-            refuse_gates(self, "a RollingKVCache")
-            return RollingKVCache.init(batch_shape, window_of(self), *sizes)
+            return RollingKVCache.init(batch_shape, window_of(self), *sizes, num_gates=gates)
         (max_length,) = read_sizes(max_length=max_length)
         assert max_length is not None
-        gates = None if self.fgate_proj is None else self.num_heads
         return KVCache.init(batch_shape, max_length, *sizes, num_gates=gates)
 
     def init_paged_cache(
@@ -332,10 +330,10 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         - `dtype`: of the pages, or a pair for keys and values. The default, also for `None` in a pair, is
             `compute_dtype`, or else the dtype of the weights.
         """
-        refuse_gates(self, "a PagedKVCache")
         kept = filled_dtype(dtype, self._stored_dtype())
         sizes = (num_pages, page_size, self.num_kv_heads, self.head_dim, self.v_head_dim)
-        return PagedKVCache.init(*sizes, batch_shape=batch_shape, dtype=kept, scales=scales)
+        gates = None if self.fgate_proj is None else self.num_heads
+        return PagedKVCache.init(*sizes, batch_shape=batch_shape, dtype=kept, scales=scales, num_gates=gates)
 
     def _stored_dtype(self) -> Any:
         return stored_dtype_of(self.compute_dtype, (self.k_proj, self.v_proj))
@@ -443,8 +441,9 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         if batch is not None:
             x, cache = check_pages(self, x, cache, batch, given)
             check_block(block, x, self.output_size, kv_input)
-            if norm is not None and x.dtype != compute_dtype_of(self.compute_dtype, self, x):
-                x, block = normed_input(norm, x), Block(None, residual)  # in the wider dtype
+            other = self.fgate_proj is not None or x.dtype != compute_dtype_of(self.compute_dtype, self, x)
+            if norm is not None and other:
+                x, block = normed_input(norm, x), Block(None, residual)  # in the wider dtype, and for gates
             return self._over_pages(x, cache, batch, positions, block, return_lse)
         given, x = check_call(self, x, cache, given)
         check_block(block, x, self.output_size, kv_input)
@@ -487,7 +486,7 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         attention = self.attention if cache is None else on_whole_rows(self.attention)
         split = attention.split if isinstance(attention, RingAttention) else None
         places = places_over(split, self.rope, given.positions, rows, x)
-        q, k, v, gate = self._heads(x, source, values, places)
+        q, k, v, gate = self._heads(x, source, values, places, return_keys)
         size, mask = self.chunk_size, with_window(self.sliding_window, given.mask)
         if size is not None and (cache is not None or rows.cu_seqlens is not None):
             mask = with_chunks(size, mask)
@@ -542,7 +541,8 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
             else:
                 q, k, v, gate = self._heads_of_few(x, block.norm, places)
             if isinstance(self.paged_attention, UnifiedAttention):
-                new = bound.append(k, v, batch.slots)
+                gates = {} if self.fgate_proj is None else {"log_forget": self._log_forget(x), "batch": batch}
+                new = bound.append(k, v, batch.slots, **gates)
                 out: Any = self.paged_attention(q, new, **given, alibi_slopes=self._slopes(q))
                 out = out if return_lse else (out,)
             else:
@@ -563,12 +563,12 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         return None if self.alibi is None else jnp.asarray(self.alibi, accumulator(q.dtype))
 
     def _heads(
-        self, x: Array, source: Array, values: Array, places: Places
+        self, x: Array, source: Array, values: Array, places: Places, together: bool = False
     ) -> tuple[Array, Array, Array, Array | None]:
-        """Queries, keys and values, `[..., H or K, D or V]`, and the gate `[..., H * V]`."""
+        """Queries, keys and values, `[..., H or K, D or V]`, and the gate `[..., H * V]`. Together: by `_turned`."""
         sources = zip(self._projections().items(), (x, source, values), self._widths())
         q, k, *v = (project(name, layer, of, n) for (name, layer), of, n in sources)
-        return self._split(q, k, v[0] if v else k, places)
+        return (self._turned if together else self._split)(q, k, v[0] if v else k, places)
 
     def _projections(self) -> dict[str, Any]:
         both: dict[str, Any] = {"q_proj": self.q_proj, "k_proj": self.k_proj}
@@ -584,7 +584,12 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         """The results of `_heads` for the norm of few tokens."""
         layers = self._projections()
         q, k, *v = projected(self.matmul, x, norm, layers, self._widths()[: len(layers)])
-        v = v[0] if v else k
+        return self._turned(q, k, v[0] if v else k, places)
+
+    def _turned(
+        self, q: Array, k: Array, v: Array, places: Places
+    ) -> tuple[Array, Array, Array, Array | None]:
+        """The results of `_split`, with norms and rotation in one operation if it computes them."""
         norms = plain_norms(self.q_norm, self.k_norm, self.norm_over_all)
         rope, rotary_heads = self.rope, self.rotary_heads
         if self.output_gate or self.temperature is not None or self.v_norm is not None:

@@ -110,15 +110,6 @@ def check_forget_gate(flag: Any, is_possible: bool) -> None:
         )
 
 
-def refuse_gates(layer: Any, cache: str) -> None:
-    """Raises for a cache without a place for forget gates, whose sums every key needs."""
-    if layer.fgate_proj is not None:
-        raise ValueError(
-            f"cache: expected a KVCache for a layer with forget_gate=True, received {cache}, which stores no gates beside keys and values; "
-            "build one with init_cache(batch_shape, max_length)."
-        )
-
-
 def read_chunk(size: Any, is_possible: bool) -> int | None:
     if size is None:
         return None
@@ -184,7 +175,6 @@ def check_call(layer: Any, x: Any, cache: Any, given: CallInputs) -> tuple[CallI
     if cache is not None:
         _check_cache(layer, x, cache, given.segment_ids)
     if isinstance(cache, RollingKVCache):
-        refuse_gates(layer, "a RollingKVCache")
         _check_rolling(layer, cache, given)
     return given, x
 
@@ -344,7 +334,6 @@ def check_pages(layer: Any, x: Any, cache: Any, batch: Any, given: CallInputs) -
     x = check_ragged(x, batch, layer.embed_dim, others._asdict())
     if axes is not None and given.positions is not None:
         check_positions(given.positions, x.shape[:-1], axes)
-    refuse_gates(layer, "a PagedKVCache")
     sizes = lambda of: (of.num_kv_heads, of.head_dim, of.v_head_dim)
     check_pool(cache, PagedKVCache, "heads (K, D, V)", sizes(layer), sizes)
     if given.inference is not None:

@@ -166,10 +166,15 @@ def keys_of(
         gates = {} if log_forget is None else {"log_forget": log_forget}
         return None, k, v, {**ids, "cu_seqlens": rows.cu_seqlens, **gates}
     if isinstance(cache, RollingKVCache):
-        cache, seen = cache.append(k, v, mask=rows.real)
+        cache, seen = cache.append(k, v, mask=rows.real, log_forget=log_forget)
         ids = jnp.where(seen.real, jnp.int32(0), -1)
         own = ids[..., cache.window :]
-        return cache, seen.k, seen.v, {"segment_ids": own, "kv_segment_ids": ids}
+        return (
+            cache,
+            seen.k,
+            seen.v,
+            {"segment_ids": own, "kv_segment_ids": ids, "log_forget": seen.log_forget},
+        )
     cache = cache.append(k, v, mask=rows.real, log_forget=log_forget)
-    gates = {} if log_forget is None else {"log_forget": cache.log_forget}
-    return cache, cache.k, cache.v, {"kv_lengths": cache.lengths, "q_offset": rows.offset, **gates}
+    visible = {"kv_lengths": cache.lengths, "q_offset": rows.offset, "log_forget": cache.log_forget}
+    return cache, cache.k, cache.v, visible

@@ -7,6 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.core import Tracer
 from jax.typing import DTypeLike
@@ -152,13 +153,18 @@ class CacheState(Module):
         index = self._read_index(index)
         return self.pools(index), dataclasses.replace(batch, **self._numbers(batch, index))
 
-    def numbers(self, batch: RaggedBatch) -> dict[str, Array]:
+    def numbers(self, batch: RaggedBatch) -> dict[str, Array | np.ndarray]:
         """The fields of the batches that `of_layer` returns which differ between layers, for all of them at once: with a leading axis."""
         arrays = jax.tree.leaves(self.layers)
         if not arrays:
             return {}
-        count = arrays[0].shape[0]
-        return self._numbers(batch, jnp.arange(count, dtype=jnp.int32))
+        count, pages = arrays[0].shape[0], self._count(True)
+        numbers: dict[str, Any] = self._numbers(batch, jnp.arange(count, dtype=jnp.int32))
+        if batch.of_rows and pages == batch.page_table.size:
+            # Constants of the program: slices of a small array would be copied, by a launch for each layer.
+            table = np.arange(count * pages, dtype=np.int32)
+            numbers["page_table"] = table.reshape(count, *batch.page_table.shape)
+        return numbers
 
     def _numbers(self, batch: RaggedBatch, index: Array) -> dict[str, Array]:
         numbers = {"page_table": (batch.page_table, True), "state_indices": (batch.state_indices, False)}

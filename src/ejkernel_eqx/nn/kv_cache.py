@@ -72,11 +72,7 @@ class KVCache(Module):
         - `num_gates`: forget gates of a token, the query heads `H` of a layer with gates; default none.
         """
         sizes = {"max_length": max_length, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        rows = empty_rows(batch_shape, sizes, v_head_dim, dtype)
-        if num_gates is None:
-            return cls(**rows)
-        shape = (*rows["k"].shape[:-2], *read_sizes(num_gates=num_gates))
-        return cls(**rows, log_forget=jnp.zeros(shape, accumulator(rows["k"].dtype)))
+        return cls(**empty_rows(batch_shape, sizes, v_head_dim, dtype, num_gates))
 
     @property
     def max_length(self) -> int:
@@ -111,13 +107,8 @@ class KVCache(Module):
         Inside `jit` the program raises an error whose last line says so. On a GPU it closes the row, as described
         above.
         """
-        check_new(self, k_new, v_new)
+        check_new(self, k_new, v_new, log_forget)
         gates = self.log_forget
-        expected = None if gates is None else (*k_new.shape[:-2], gates.shape[-1])
-        if (received := None if log_forget is None else log_forget.shape) != expected:
-            raise ValueError(
-                f"log_forget: expected {expected}, the gates of the cache, received {received}; build the cache with the layer's init_cache."
-            )
         if new_lengths is None and mask is None and k_new.shape[-3] > self.max_length:
             raise ValueError(
                 f"k_new: expected at most max_length={self.max_length} tokens, received {k_new.shape[-3]}; "
@@ -185,8 +176,8 @@ class KVCache(Module):
 
 
 def empty_rows(
-    batch_shape: Any, sizes: dict[str, Any], v_head_dim: Any, dtype: DTypeLike
-) -> dict[str, Array]:
+    batch_shape: Any, sizes: dict[str, Any], v_head_dim: Any, dtype: DTypeLike, num_gates: int | None
+) -> dict[str, Any]:
     """The fields of an empty cache with the `sizes` of its keys `[S, K, D]`, by the names of the arguments."""
     batch = read_batch_shape(batch_shape)
     *rows, dim, v_dim = read_sizes(
@@ -194,7 +185,11 @@ def empty_rows(
     )
     check_stored(dtype)
     k, v = (jnp.zeros((*batch, *rows, width), dtype) for width in (dim, v_dim))
-    return {"k": k, "v": v, "lengths": jnp.zeros(batch, jnp.int32)}
+    cache = {"k": k, "v": v, "lengths": jnp.zeros(batch, jnp.int32)}
+    if num_gates is None:
+        return cache
+    shape = (*k.shape[:-2], *read_sizes(num_gates=num_gates))
+    return cache | {"log_forget": jnp.zeros(shape, accumulator(k.dtype))}
 
 
 def none_overflowed(lengths: Any) -> Any:
@@ -239,8 +234,8 @@ def marked(out: Array, cache: Any) -> Array:
     return over_mesh(mark, {"out": out, "closed": cache.overflowed}, Leading(axes=axes))["out"]
 
 
-def check_new(cache: Any, k_new: Any, v_new: Any) -> None:
-    """New keys and values have the rows, heads and channels of the cache."""
+def check_new(cache: Any, k_new: Any, v_new: Any, log_forget: Any) -> None:
+    """New keys, values and gates have the rows, heads and channels of the cache."""
     for name, new, store in (("k_new", k_new, cache.k), ("v_new", v_new, cache.v)):
         check_stored(store.dtype)
         new = read_array(name, new, "floats", "[..., T, K, D]")
@@ -255,6 +250,12 @@ def check_new(cache: Any, k_new: Any, v_new: Any) -> None:
         raise ValueError(
             f"v_new: expected {k_new.shape[-3]} tokens like k_new, received {v_new.shape[-3]}; "
             "append keys and values of the same tokens."
+        )
+    gates = cache.log_forget
+    expected = None if gates is None else (*k_new.shape[:-2], gates.shape[-1])
+    if (received := None if log_forget is None else log_forget.shape) != expected:
+        raise ValueError(
+            f"log_forget: expected {expected}, the gates of the cache, received {received}; build the cache with the layer's init_cache."
         )
 
 

@@ -122,8 +122,8 @@ def project_apart(name: str, layer: Any, x: Array, features: int) -> tuple[Array
 
 
 multiplied_by: Any = jax.make_user_context(None)
-"""`multiplied_by(matmul)` is a context in which a [`Matmul`][ejkernel_eqx.Matmul] multiplies few rows. A model opens it round a layer in a step of
-few tokens: there the time is that of reading the weights."""
+"""`multiplied_by(matmul)` is a context in which a [`Matmul`][ejkernel_eqx.Matmul] multiplies few rows, and many by quantised weights. A model opens
+it round a layer in a step of few tokens, where the time is that of reading the weights, and in calls of many."""
 
 
 def are_few(x: Array) -> bool:
@@ -165,7 +165,7 @@ def product(x: Array, weight: Weight, bias: Array | None = None, dtype: Any = No
     if (
         matmul is not None
         and dtype is None
-        and are_few(x)
+        and (are_few(x) or is_quantised(weight))
         and are_multiplied(x, [weight])
         and mesh_of((x, weight)) is None
     ):
@@ -208,7 +208,7 @@ def _over_mesh(mesh: Any, dtype: Any, x: Array, weight: Array, bias: Array | Non
     lead = jax.typeof(x).sharding.spec[:-1]
     taken = {axis for entry in lead for axis in mesh_axes(entry)}
     rows = tuple(axis for axis in mesh_axes(jax.typeof(weight).sharding.spec[0]) if axis not in taken) or None
-    bias = None if bias is None else _reshard(bias, mesh, (rows,))
+    bias = None if bias is None else reshard(bias, mesh, (rows,))
     return _product(dtype, NamedSharding(mesh, PartitionSpec(*lead, rows)), x, weight, bias)
 
 
@@ -219,15 +219,16 @@ def _float8_over(mesh: Any, x: Array, weight: Float8Weight, bias: Array | None) 
     x, array = on_mesh(mesh, x), on_mesh(mesh, jnp.asarray(weight.array))
     *lead, last = jax.typeof(x).sharding.spec
     axes_in = lambda entries: {axis for entry in entries for axis in mesh_axes(entry)}
-    others = axes_in([last, *jax.typeof(array).sharding.spec]) - axes_in(lead)
-    if any(mesh.shape[axis] > 1 for axis in others):
+    wide = lambda entries: sorted(axis for axis in axes_in(entries) - axes_in(lead) if mesh.shape[axis] > 1)
+    split = [("features", wide([last])), ("a weight", wide(jax.typeof(array).sharding.spec))]
+    if received := [f"{name} split by {', '.join(axes)}" for name, axes in split if axes]:
         raise ValueError(
-            f"x: expected a mesh whose axes split rows, as the weight is multiplied in float8 (with_float8_training), received features split by "
-            f"{', '.join(sorted(others))}; leave that axis out, or call ejx.with_float8_training(model, False)."
+            f"x: expected rows split by every axis of the mesh that splits the weight, which is multiplied in float8 (with_float8_training), and no "
+            f"features split, received {' and '.join(received)}; split rows by it, leave it out, or call ejx.with_float8_training(model, False)."
         )
-    weight = eqx.tree_at(lambda weight: weight.array, weight, _reshard(array, mesh, ()))
-    bias = None if bias is None else _reshard(bias, mesh, ())
-    return _product(None, None, _reshard(x, mesh, (*lead, None)), weight, bias)
+    weight = eqx.tree_at(lambda weight: weight.array, weight, reshard(array, mesh, ()))
+    bias = None if bias is None else reshard(bias, mesh, ())
+    return _product(None, None, reshard(x, mesh, (*lead, None)), weight, bias)
 
 
 def mesh_of(arrays: Any) -> Any:
@@ -238,12 +239,19 @@ def mesh_of(arrays: Any) -> Any:
     return None
 
 
+def is_shared(x: Array) -> bool:
+    """Returns whether several devices have the same part of `x`, as the types on an explicit mesh say."""
+    sharding = jax.typeof(x).sharding
+    split = {axis for entry in sharding.spec for axis in mesh_axes(entry)}
+    return any(sharding.mesh.shape[axis] > 1 for axis in set(sharding.mesh.explicit_axes) - split)
+
+
 def on_mesh(mesh: Any, x: Array) -> Array:
     """The array, replicated if it was on no mesh."""
-    return _reshard(x, mesh, ()) if jax.typeof(x).sharding.mesh.empty else x
+    return reshard(x, mesh, ()) if jax.typeof(x).sharding.mesh.empty else x
 
 
-def _reshard(x: Array, mesh: Any, spec: tuple[Any, ...]) -> Array:
+def reshard(x: Array, mesh: Any, spec: tuple[Any, ...]) -> Array:
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 

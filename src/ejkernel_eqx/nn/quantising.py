@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from ..matmul import Float8Weight
 from ..quantised.dequantise import is_quantised
 from ..quantised.quantise import error_of, format_for, quantised_array
 from .moe.experts import Experts
@@ -51,7 +52,8 @@ def quantise(
     **Returns:** a [`ejkernel_eqx.QuantizedWeight`][], or the model with such weights. With `return_errors`, a tuple of
     it and a dictionary from paths to errors. The path of an array is `""`.
 
-    **Raises:** `ValueError` for an unknown kind, inputs that groups do not divide, NaN or infinities, and a model without any weight to quantise.
+    **Raises:** `ValueError` for an unknown kind, inputs that groups do not divide, NaN or infinities, a model without any weight to
+        quantise, and one of [`ejkernel_eqx.with_float8_training`][].
     """
     paths, errors = _paths(tree, where), {}
 
@@ -80,6 +82,11 @@ def _paths(tree: Any, where: Callable[[str], bool] | None) -> set[str]:
                 f"{getattr(tree, 'shape', ())}."
             )
         return {""}
+    is_float8 = lambda x: isinstance(x, Float8Weight)
+    if any(map(is_float8, jax.tree.leaves(tree, is_leaf=is_float8))):
+        raise ValueError(
+            "tree: expected weights of floats, received some of with_float8_training; quantise ejx.with_float8_training(model, False)."
+        )
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_quantised)
     arrays = {
         jax.tree_util.keystr(path): x

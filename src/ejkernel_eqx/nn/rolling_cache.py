@@ -20,6 +20,7 @@ class WindowKeys(NamedTuple):
     k: Float[Array, "*B W+T K D"]
     v: Float[Array, "*B W+T K V"]
     real: Bool[Array, "*B W+T"]  # False for empty slots and padding
+    log_forget: Float[Array, "*B W+T H"] | None
 
 
 class RollingKVCache(Module):
@@ -31,11 +32,13 @@ class RollingKVCache(Module):
 
     - `k`: `[..., W, K, D]`, `v`: `[..., W, K, V]`.
     - `lengths`: int32 `[...]`, the number of tokens each row has received in total.
+    - `log_forget`: as in `KVCache`, `[..., W, H]`; default `None`.
     """
 
     k: Float[Array, "*B W K D"]
     v: Float[Array, "*B W K V"]
     lengths: Int[Array, "*B"]
+    log_forget: Float[Array, "*B W H"] | None = None
 
     @classmethod
     def init(
@@ -46,10 +49,12 @@ class RollingKVCache(Module):
         head_dim: int,
         v_head_dim: int | None = None,
         dtype: DTypeLike = jnp.float32,
+        *,
+        num_gates: int | None = None,
     ) -> "RollingKVCache":
         """Returns an empty cache with `window` slots (`W`) per row. The other arguments are those of `KVCache.init`."""
         sizes = {"window": window, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        return cls(**empty_rows(batch_shape, sizes, v_head_dim, dtype))
+        return cls(**empty_rows(batch_shape, sizes, v_head_dim, dtype, num_gates))
 
     @property
     def window(self) -> int:
@@ -67,6 +72,7 @@ class RollingKVCache(Module):
         v_new: Float[AnyArray, "*B T K V"],
         *,
         mask: Bool[AnyArray, "#*B #T"] | None = None,
+        log_forget: Float[AnyArray, "*B T H"] | None = None,
     ) -> tuple["RollingKVCache", WindowKeys]:
         """Appends up to `T` tokens to each row, and returns the keys and values that they may see.
 
@@ -74,11 +80,12 @@ class RollingKVCache(Module):
 
         - `k_new`, `v_new`: `[..., T, K, D]` and `[..., T, K, V]`.
         - `mask`: bool `[..., T]`, True for real tokens, which must be contiguous in each row.
+        - `log_forget`: `[..., T, H]`, of the new tokens, for a cache that has gates.
 
-        **Returns:** the new cache, and a tuple `(k [..., W + T, K, D], v [..., W + T, K, V], real [..., W + T])`. Key
+        **Returns:** the new cache, and a tuple `(k [..., W + T, K, D], v [..., W + T, K, V], real [..., W + T], log_forget)`. Key
         `W + t` is new token `t`. The tokens before it precede it. Raises `ValueError` for invalid arguments.
         """
-        check_new(self, k_new, v_new)
+        check_new(self, k_new, v_new, log_forget)
         k_new, v_new = jnp.asarray(k_new), jnp.asarray(v_new)
         tokens = k_new.shape[-3]
         mask = read_rows("mask", mask, "booleans", "[..., T]", (*self.batch_shape, tokens))
@@ -104,7 +111,11 @@ class RollingKVCache(Module):
         (k, k_seen), (v, v_seen) = (
             self._roll(store, new, source, target) for store, new in ((self.k, k_new), (self.v, v_new))
         )
-        return RollingKVCache(k, v, self.lengths + count), WindowKeys(k_seen, v_seen, there)
+        gates = seen = None
+        if self.log_forget is not None and log_forget is not None:
+            new = jnp.asarray(log_forget)[..., None]
+            gates, seen = (x[..., 0] for x in self._roll(self.log_forget[..., None], new, source, target))
+        return RollingKVCache(k, v, self.lengths + count, gates), WindowKeys(k_seen, v_seen, there, seen)
 
     def _roll(self, store: Array, new: Array, source: Array, target: Array) -> tuple[Array, Array]:
         """The store with new tokens written at `target`, and the old and new tokens in the order of `source`."""

@@ -1,8 +1,10 @@
 """Helpers for tokens that all layers share: checks of a batch, masking of padding, splitting of heads."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -11,7 +13,7 @@ from .._shapes import AnyArray
 from ..paged import RaggedBatch
 from ..sequences.packing import read_ids, read_offsets
 from .arguments import read_array
-from .projection import project
+from .projection import mesh_axes, mesh_of, project, reshard
 
 
 def clear(x: Array, real: AnyArray | None) -> Array:
@@ -34,7 +36,13 @@ def packed(cu_seqlens: Any, length: Any) -> tuple[Array, Array]:
 
 
 def split_heads(x: Array, heads: int) -> Array:
-    """`[..., H * D]` to `[..., H, D]`."""
+    """`[..., H * D]` to `[..., H, D]`. Devices that split the features of a head on an explicit mesh gather them."""
+    if (mesh := mesh_of(x)) is not None:
+        *lead, last = jax.typeof(x).sharding.spec
+        axes = mesh_axes(last)
+        while heads % math.prod(mesh.shape[axis] for axis in axes):
+            axes = axes[:-1]
+        x = reshard(x, mesh, (*lead, axes or None))
     return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
 
 

@@ -19,6 +19,7 @@ from ..sequences.packing import ended
 from .cache.batch import positions_of, slots_of, to_int32
 from .cache.cache import PagedKVCache, PagedLatentCache
 from .cache.pages import operands_of, read_array
+from .cache.write import at_slots
 from .signature import Cache
 from .spec import PagedArrays, PagedSpec
 
@@ -73,6 +74,12 @@ def resolve(
     arrays = PagedArrays(
         q, page_table=table, q_start=tokens.q_start, q_len=tokens.q_len, kv_len=lengths, **pages
     )
+    if isinstance(cache, PagedKVCache) and cache.gates is not None:
+        if scoring.alibi_slopes is not None or cache.gates.shape[-2] != q.shape[-2]:
+            raise ValueError(
+                f"cache: expected gates of the {q.shape[-2]} heads of q and no alibi_slopes, received those of {cache.gates.shape[-2]} heads."
+            )
+        arrays = arrays._replace(gates=cache.gates, own_gates=at_slots(cache.gates, write_slots(arrays)))
     latent = isinstance(cache, PagedLatentCache)
     if latent and options.softmax_scale is None:
         raise ValueError(

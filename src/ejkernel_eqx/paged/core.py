@@ -26,6 +26,7 @@ def problem_of(operation: str, arrays: PagedArrays, spec: PagedSpec) -> Problem:
     dims |= {"Q": spec.max_query_len, "V": arrays.value_channels}
     present = {"ranged": arrays.kv_start, "window": spec.left, "soft_cap": spec.logits_soft_cap}
     present |= {"sinks": arrays.sinks, "alibi_slopes": arrays.slopes, "qq_bias": arrays.qq_bias}
+    present |= {"log_forget": arrays.gates}
     flags: dict[str, Any] = {name: x is not None for name, x in present.items()}
     flags |= {"latent": spec.latent, "scales": spec.scales, "lse": spec.return_lse}
     # "kv" is the dtype of both kinds of pages unless they differ.

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .spec import axes_of, PagedArrays, PagedSpec, PAGES, SCALES, SHARED
+from .spec import axes_of, PagedArrays, PagedSpec, SHARED, STORED
 
 _LARGEST_PART = 256
 Named = dict[str, Array]
@@ -89,7 +89,7 @@ def merged_rows(arrays: PagedArrays, spec: PagedSpec, *, in_parts: bool) -> tupl
 
     axes = axes_of(arrays, spec)
     is_mapped = lambda name: given[name].ndim > len(axes[name])
-    pages = {name: given[name] for name in (*PAGES, *SCALES) if name in given and axes[name][0] == "P"}
+    pages = {name: given[name] for name in STORED if name in given and axes[name][0] == "P"}
     if any(map(is_mapped, pages)):
         count = given["k"].shape[-4]
         first = (jnp.arange(batch, dtype=jnp.int32) * count)[:, None, None]
@@ -111,7 +111,8 @@ def merged_rows(arrays: PagedArrays, spec: PagedSpec, *, in_parts: bool) -> tupl
         # If no small array is mapped, the axis has size 1 and every sequence reads row 0.
         given[name] = x if is_mapped(name) else jnp.broadcast_to(x, (batch if mapped else 1, *x.shape))
 
-    given["q"] = given["q"].reshape((-1, *given["q"].shape[2:]))
+    for name in given.keys() & {"q", "own_gates"}:
+        given[name] = given[name].reshape((-1, *given[name].shape[2:]))
     first = (jnp.arange(batch, dtype=jnp.int32) * tokens)[:, None]
     given["q_start"] = (given["q_start"] + first if batch > 1 else given["q_start"]).reshape(-1)
     for name in ("q_len", "kv_len", "kv_start"):

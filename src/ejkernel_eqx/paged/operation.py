@@ -55,6 +55,10 @@ class PagedOperation(Kernel):
         `new` keys and values (or latents and rotary keys) are written to it first. The platform that will read the pages also writes them."""
         arrays, spec = resolve(q, cache, self.options, tokens, scoring)
         if new is not None:
+            if arrays.gates is not None:
+                raise ValueError(
+                    "cache: expected one without gates with append=True, received gates; write them with cache.append(..., log_forget=)."
+                )
             writes = write_arrays(cache, new, write_slots(arrays))
             written = (write if is_empty(arrays) else writer(self.plan, arrays, spec))(writes)
             arrays, cache = arrays._replace(**written), holding(cache, written)

@@ -37,11 +37,18 @@ def _row(arrays: PagedArrays, spec: PagedSpec) -> dict[str, Array]:
         q = grouped.at[token].get(mode="fill", fill_value=0)  # [Q, K, G, D]
         seen, chunk = _visible(arrays, spec, n)
 
+        forgotten = jnp.zeros((longest, heads, seen.shape[1]), dtype)
+        if arrays.gates is not None and arrays.own_gates is not None:
+            ours = arrays.own_gates.at[token].get(mode="fill", fill_value=0).astype(dtype)  # [Q, H, 2]
+            pages = jnp.clip(arrays.page_table[n], 0, arrays.k.shape[-4] - 1)
+            gates = arrays.gates[pages].astype(dtype).reshape(-1, heads, 2)  # [S, H, 2]
+            forgotten = jnp.moveaxis((ours[:, None] - gates[None]).sum(-1), 1, 2)
+
         def head(kv_head: Array) -> tuple[Array, Array]:
             # Slots that no query sees may hold NaN, which a weight of 0 would not remove.
             hidden = ~seen.any(0)[:, None]
             k, v = (jnp.where(hidden, 0, x) for x in _keys(arrays, n, kv_head, dtype))
-            return _dense(arrays, spec, q[:, kv_head], (k, v), (seen, chunk), kv_head)
+            return _dense(arrays, spec, q[:, kv_head], (k, v), (seen, chunk), kv_head, forgotten)
 
         o, l = (jnp.moveaxis(x, 0, 1) for x in lax.map(head, jnp.arange(kv_heads, dtype=jnp.int32)))
         return token, o.reshape(longest, heads, width), l.reshape(longest, heads)
@@ -84,7 +91,7 @@ def _keys(arrays: PagedArrays, n: Array, kv_head: Array, dtype: Any) -> tuple[Ar
 
 
 def _dense(
-    arrays: PagedArrays, spec: PagedSpec, q: Array, kv: Any, visible: Any, kv_head: Array
+    arrays: PagedArrays, spec: PagedSpec, q: Array, kv: Any, visible: Any, kv_head: Array, forgotten: Array
 ) -> tuple[Array, Array]:
     """`[Q, G, V]` and `[Q, G]` for one key head and the G query heads that read it."""
     (longest, groups, _), dtype, (k, v), (seen, chunk) = q.shape, q.dtype, kv, visible
@@ -95,6 +102,7 @@ def _dense(
         scores = spec.logits_soft_cap * jnp.tanh(scores / spec.logits_soft_cap)
     if arrays.slopes is not None:
         scores += of_head(arrays.slopes)[None] * (j - chunk - t).astype(dtype)[:, None, :]
+    scores += forgotten.reshape(longest, -1, groups, k.shape[0])[:, kv_head]
     if arrays.qq_bias is not None:
         own = jnp.clip(j - chunk, 0, arrays.qq_bias.shape[1] - 1)
         scores += jnp.where(j >= chunk, arrays.qq_bias[t, own].astype(dtype), 0)[:, None, :]

@@ -14,7 +14,7 @@ from ..core.arguments import accumulator
 from ..core.workload import bytes_of
 from ..dispatch import Problem
 from .cache.quantise import LARGEST
-from .spec import LETTERS, page_dtypes, PagedArrays, PagedSpec, PAGES, SCALES
+from .spec import LETTERS, page_dtypes, PagedArrays, PagedSpec, SCALES, STORED
 
 SOFT_CAP = 30.0
 WINDOW = 4  # the longest sequence spans this many windows
@@ -111,13 +111,14 @@ def shapes_from(
     of a problem."""
     is_latent, wide = bool(flags.get("latent")), accumulator(jnp.dtype(dtype))
     size = {**size, "P": pages, "Q2": size["Q"], "Dk": size["V" if is_latent else "D"]}
-    size["Dr"] = size["D"] - size["V"]
+    size["Dr"], size["two"] = size["D"] - size["V"], 2
     dtypes = {"q": dtype, **dict.fromkeys(("page_table", "q_start", "q_len", "kv_len"), "int32")}
     for name, of_pages in zip(("k", "rope" if is_latent else "v"), kv, strict=True):
         dtypes[name] = of_pages
         dtypes |= {f"{name}_scale": "float32"} if str(of_pages) in LARGEST else {}
     optional = {"kv_start": ("ranged", "int32"), "sinks": ("sinks", wide)}
     optional |= {"slopes": ("alibi_slopes", wide), "qq_bias": ("qq_bias", wide)}
+    optional |= dict.fromkeys(("gates", "own_gates"), ("log_forget", wide))
     dtypes |= {name: own for name, (flag, own) in optional.items() if flags.get(flag)}
     return PagedArrays.of(LETTERS[flags.get("scales")].shapes(size, dtypes, lead=""))
 
@@ -139,7 +140,7 @@ def _random(problem: Problem, pages: int, key: Array) -> dict[str, Array]:
         return jax.random.normal(next(keys), x.shape, accumulator(jnp.dtype(dtype))).astype(x.dtype)
 
     arrays = {name: value(name, x) for name, x in shapes.items() if x.dtype != jnp.int32}
-    return arrays | {"q": arrays["q"][None]}
+    return arrays | {name: arrays[name][None] for name in arrays.keys() & {"q", "own_gates"}}
 
 
 def moved_bytes(problem: Problem, spec: PagedSpec) -> float:
@@ -155,4 +156,4 @@ def moved_bytes(problem: Problem, spec: PagedSpec) -> float:
 
 
 def _over_keys(arrays: PagedArrays) -> list[Any]:
-    return [x for name, x in arrays.given.items() if name in (*PAGES, *SCALES) and x.ndim > 1]
+    return [x for name, x in arrays.given.items() if name in STORED and x.ndim > 1]

@@ -20,7 +20,8 @@ class PagedSpec:
 
     Query `t` of a sequence (0 to `q_len - 1`) has position `i = kv_len - q_len + t` and sees the keys `j` with
     `max(kv_start, i - left) <= j <= i` that have a page. The score is `s = scale * q . k_j`, then `cap * tanh(s / cap)`, then
-    `+ slope * (j - i)`, then, for the keys of the sequence's new tokens (`j >= kv_len - q_len`), `+ qq_bias[t, j - (kv_len - q_len)]`.
+    `+ slope * (j - i)`, then `+` the sum of the gates from `j + 1` to `i`, then, for the keys of the sequence's new tokens
+    (`j >= kv_len - q_len`), `+ qq_bias[t, j - (kv_len - q_len)]`.
     """
 
     scale: float
@@ -62,6 +63,9 @@ class PagedArrays(NamedTuple):
     sinks: Array | None = None  # float32 [H], natural log units
     slopes: Array | None = None  # float32 [H]
     qq_bias: Array | None = None  # float32 [Q, Q]
+    # Sums of forget gates up to each key, [P, p, H, 2], and up to each query, [*, T, H, 2], as in `cache/forget.py`
+    gates: Array | None = None
+    own_gates: Array | None = None
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> "PagedArrays":
@@ -87,7 +91,8 @@ class PagedArrays(NamedTuple):
 
 PAGES = ("k", "v", "rope")
 SCALES = ("k_scale", "v_scale", "rope_scale")
-SHARED = frozenset({*PAGES, *SCALES, "sinks", "slopes", "qq_bias"})
+STORED = (*PAGES, *SCALES, "gates")
+SHARED = frozenset({*STORED, "sinks", "slopes", "qq_bias"})
 # [*, T, H, V] in the dtype of q; [*, T, H] float32 (float64 for float64), natural log, sinks included
 RESULTS = ("out", "lse")
 
@@ -95,6 +100,7 @@ RESULTS = ("out", "lse")
 _AXES = {"q": "T H D", "k": "P p K Dk", "v": "P p K V", "rope": "P p K Dr", "page_table": "N M"}
 _AXES |= dict.fromkeys(("q_start", "q_len", "kv_len", "kv_start"), "N")
 _AXES |= {"sinks": "H", "slopes": "H", "qq_bias": "Q Q2", "out": "T H V", "lse": "T H"}
+_AXES |= {"gates": "P p H two", "own_gates": "T H two"}
 _SCALES = {"token": "P p K", "head": "K", None: "K"}
 LETTERS = {kind: Letters.of(_AXES | dict.fromkeys(SCALES, x), heads="H K") for kind, x in _SCALES.items()}
 """The axes after the leading ones of every possible array and of both results, by the kind of scales."""

@@ -15,7 +15,7 @@ from jax import Array, lax
 from ..core.arguments import accumulator
 from ..parallel import Leading, match_varying, opaque, Split
 from .flat import flatten_rows, gather_chunks, split_pages
-from .spec import axes_of, PagedArrays, PagedSpec, PAGES, SCALES, SHARED, unmapped
+from .spec import axes_of, PagedArrays, PagedSpec, PAGES, SHARED, STORED, unmapped
 
 Named = dict[str, Array]
 R = TypeVar("R")
@@ -103,7 +103,7 @@ class Call:
         self.block_k, self.chunk = split_pages(self.page_size, min(config.block_k, keys))
         self.block_q = min(config.block_q, spec.max_query_len, self.tokens)
         self.few = min(config.decode_queries, spec.max_query_len)
-        stored = {name: x for name, x in arrays.given.items() if name in (*PAGES, *SCALES)}
+        stored = {name: x for name, x in arrays.given.items() if name in STORED}
         # Scales per head are the same for every page, so they are not gathered with them.
         self.per_head = {name: x for name, x in stored.items() if x.ndim == 1}
         self.pages = {name: x for name, x in stored.items() if x.ndim > 1}
@@ -303,6 +303,11 @@ def _scores(call: Call, queries: Queries, loaded: Named, i: Array, j: Array, own
     if arrays.slopes is not None:
         distance = (j[:, None] - i[..., None]).astype(call.accum)
         scores += call.of_heads(arrays.slopes)[None, ..., None] * distance[:, None, None]
+    if arrays.own_gates is not None:
+        token = arrays.q_start[queries.sequence][:, None] + queries.index
+        ours = arrays.own_gates.at[token].get(mode="fill", fill_value=0)  # [n, Q, H, 2]
+        gates = (ours[:, :, None] - loaded["gates"][:, None]).sum(-1)  # [n, Q, S, H]
+        scores += jnp.moveaxis(gates.reshape(*gates.shape[:3], call.kv_heads, call.groups), (1, 2), (3, 4))
     if arrays.qq_bias is not None:
         place = (j - own[:, None])[:, None]
         # Clipped for the lookup only: keys before the new tokens get no bias.

@@ -12,7 +12,7 @@ from ...dispatch import DeviceFacts, FORWARD, Problem
 from ...launch import given, Launcher, LOG2E, NOTHING, result, result_like
 from ...launch.fields import Block, check_fields, Count, Float32Dot, Programs, Registers, RowBlock, Warps
 from ...launch.sizes import cdiv, fitting, padded, rows_of, too_large
-from .. import log_forget
+from .. import log_forget, xla
 from ..core import problem_of
 from ..cotangents import clean_cotangent, row_terms, sinks_gradient, sum_batch
 from ..masks import tile_table
@@ -20,7 +20,7 @@ from ..masks.call_lists import tile_lists, without_lists
 from ..masks.tile_shape import Shape
 from ..philox import threshold
 from ..spec import AttentionArrays, AttentionGrads, AttentionSpec, RowRanges
-from . import backward_kernels, forward_kernel, tile_sizes
+from . import backward_kernels, forward_kernel, tile_sizes, two_part_sizes
 from .hopper import backward_call, backward_tiles
 from .hopper import call as hopper_call
 from .hopper import tile_sizes as hopper
@@ -63,7 +63,8 @@ class TileConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TritonConfig:
-    """`forward`, and the backward kernels of the key side (`dk`, `dv`) and the query side (`dq`, bias)."""
+    """`forward`, and the backward kernels of the key side (`dk`, `dv`) and the query side (`dq`, bias). At head dims above 256 `key_gradient` has the
+    tile of XLA's backward, which computes everything."""
 
     forward: TileConfig
     key_gradient: TileConfig
@@ -80,6 +81,7 @@ config_type = TritonConfig
 _SMALLEST = TileConfig(16, 16, 4, 1)
 # The choice of Hopper's kernels, of each field of a configuration that may stand for one.
 _HOPPER: dict[str, Any] = {"forward": hopper, "key_gradient": backward_tiles}
+_WIDE_REMARKS = {"key_gradient": "backward: XLA's"}
 _HOPPER_REMARKS = {"forward": "forward: Triton's kernel", "key_gradient": "backward: Triton's kernels"}
 
 unavailable = kernels_unavailable
@@ -91,11 +93,19 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
     if problem.flag("score_mod"):
         return "takes a score_mod only if it is cap * tanh(score / cap) + slope[head] * (key - query), or one of the two"
     if max(problem.dim("D"), problem.dim("V")) > MAX_HEAD_DIM:
-        return f"takes head dims up to {MAX_HEAD_DIM}, not D {problem.dim('D')} and V {problem.dim('V')}"
+        reason = hopper.too_short(problem) or hopper.unfit(problem, device)
+        return reason and f"takes head dims above {MAX_HEAD_DIM} by Hopper's kernel, which {reason}"
     return None
 
 
+def _is_wide(problem: Problem) -> bool:
+    """Tells whether heads are too wide for Triton's kernels: the forward is Hopper's, the backward XLA's."""
+    return max(problem.dim("D"), problem.dim("V")) > MAX_HEAD_DIM
+
+
 def by_request(problem: Problem, device: DeviceFacts) -> str | None:
+    if _is_wide(problem):
+        return f'takes head dims above {MAX_HEAD_DIM} with platform="triton" only, as not all tests have passed on a GPU yet'
     if problem.flag("log_forget"):
         return 'takes log_forget with platform="triton" only, as its gradients have not passed all tests on a GPU yet'
     return None
@@ -103,27 +113,30 @@ def by_request(problem: Problem, device: DeviceFacts) -> str | None:
 
 def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
     """The first preferred tile of each kernel that fits the device's shared memory, or Hopper's kernel where it is the faster one."""
-    first = lambda kernel: _fitting(kernel, tile_sizes.preferred, problem, device)[0]
-    tiles = {kernel: first(kernel) for kernel in tile_sizes.KERNELS}
-    for kernel, choice in _HOPPER.items():
-        if not choice.not_chosen(problem, device):
+    tiles = {}
+    for kernel in tile_sizes.KERNELS:
+        if kernel in _HOPPER and not _HOPPER[kernel].not_chosen(problem, device):
             tiles[kernel] = _hopper_tiles(kernel, problem, device)[0]
+        else:
+            tiles[kernel] = _other_tiles(kernel, _sizes_of(problem).preferred, problem, device)[0]
     return TritonConfig(**tiles, **_arithmetic(device))
 
 
 def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     """Configurations worth timing, the heuristic first. Each takes the next tile of every kernel."""
-    heuristic = default_config(problem, device)
+    heuristic, choices = default_config(problem, device), _sizes_of(problem).choices
     columns = []
     for kernel in tile_sizes.KERNELS:
-        tiles = _hopper_tiles(kernel, problem, device) + _fitting(kernel, tile_sizes.choices, problem, device)
+        tiles = _hopper_tiles(kernel, problem, device) + _other_tiles(kernel, choices, problem, device)
         columns.append(list(dict.fromkeys([getattr(heuristic, kernel), *tiles]))[:_MOST_CANDIDATES])
     return [TritonConfig(*tiles, **_arithmetic(device)) for tiles in rows_of(columns)]
 
 
 def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str | None:
     """Says why tiles cannot fit the device's shared memory, by an upper estimate; the smallest tiles are left to the compiler."""
-    for kernel in tile_sizes.KERNELS:
+    if _is_wide(problem) and not config.forward.hopper_programs:
+        return f"forward takes head dims above {MAX_HEAD_DIM} with hopper_programs"
+    for kernel in ("forward",) if _is_wide(problem) else tile_sizes.KERNELS:
         tile = getattr(config, kernel)
         if tile.hopper_programs:
             reason = "has no kernel of its own"
@@ -131,10 +144,10 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
                 reason = _HOPPER[kernel].config_unfit(tile, problem, device)
             if reason is not None:
                 return f"{kernel} with hopper_programs={tile.hopper_programs} {reason}"
-        needed, sizes = _needed_memory(kernel, problem, tile), f"{tile.block_q}x{tile.block_k}"
+        needed, shape = _needed_memory(kernel, problem, device, tile), f"{tile.block_q}x{tile.block_k}"
         if problem.flag("log_forget") and max(tile.block_q, tile.block_k) > log_forget.CHUNK:
-            return f"{kernel} takes tiles of up to {log_forget.CHUNK} queries and keys with log_forget, not {sizes}"
-        reason = too_large(kernel, sizes, tile.num_stages, needed, device)
+            return f"{kernel} takes tiles of up to {log_forget.CHUNK} queries and keys with log_forget, not {shape}"
+        reason = too_large(kernel, shape, tile.num_stages, needed, device)
         if reason is not None and tile != _SMALLEST:
             return reason
     return None
@@ -161,7 +174,7 @@ def remark(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str:
     if device.vendor != "nvidia" or device.capability != (9, 0):
         return ""
     reasons = []
-    for kernel, words in _HOPPER_REMARKS.items():
+    for kernel, words in (_HOPPER_REMARKS | (_WIDE_REMARKS if _is_wide(problem) else {})).items():
         if not getattr(config, kernel).hopper_programs:
             reason = _HOPPER[kernel].not_chosen(problem, device) or "the configuration leaves out"
             reasons.append(f"{words}, not Hopper's, which {reason}")
@@ -173,15 +186,26 @@ def _hopper_tiles(kernel: str, problem: Problem, device: DeviceFacts) -> list[Ti
     return [TileConfig(*size) for size in sizes]
 
 
-def _needed_memory(kernel: str, problem: Problem, tile: TileConfig) -> int:
+def _sizes_of(problem: Problem) -> Any:
+    """The module that knows tiles of Triton's kernels for such keys."""
+    return two_part_sizes if hopper.rotary(problem) else tile_sizes
+
+
+def _other_tiles(kernel: str, choices: Sizes, problem: Problem, device: DeviceFacts) -> list[TileConfig]:
+    """Tiles of Triton's kernels; where heads are too wide for them, of XLA's backward."""
+    if not _is_wide(problem):
+        tiles = [TileConfig(*tile) for tile in choices(kernel, problem, device)]
+        needed = lambda tile: _needed_memory(kernel, problem, device, tile)
+        return fitting(tiles, needed, device) or [_SMALLEST]
+    tiles = [found.backward for found in xla.candidates(problem, device)]
+    found = [TileConfig(tile.block_q, tile.block_k, 4, 1) for tile in tiles]
+    return {"forward": [], "key_gradient": found}.get(kernel, [_SMALLEST])
+
+
+def _needed_memory(kernel: str, problem: Problem, device: DeviceFacts, tile: TileConfig) -> int:
     if tile.hopper_programs:
         return _HOPPER[kernel].shared_memory(tile, problem)
-    return tile_sizes.shared_memory(kernel, problem, tile.block_q, tile.block_k, tile.num_stages)
-
-
-def _fitting(kernel: str, sizes: Sizes, problem: Problem, device: DeviceFacts) -> list[TileConfig]:
-    tiles = [TileConfig(*tile) for tile in sizes(kernel, problem, device)]
-    return fitting(tiles, lambda tile: _needed_memory(kernel, problem, tile), device) or [_SMALLEST]
+    return _sizes_of(problem).shared_memory(kernel, problem, device, tile)
 
 
 def _check_hopper(
@@ -192,9 +216,9 @@ def _check_hopper(
     if not tile.hopper_programs:
         return
     problem = problem_of("attention", arrays, spec)
-    reason = choice.problem_unfit(problem) or choice.tile_unfit(tile, problem)
     if k_rope is not None:
-        reason = "takes no keys with a second part"
+        problem = dataclasses.replace(problem, dims=(*problem.dims, ("Dr", k_rope.shape[-1])))
+    reason = choice.problem_unfit(problem) or choice.tile_unfit(tile, problem)
     if reason is not None:
         raise ValueError(
             f"config: expected hopper_programs=0 in {kernel}, received {tile.hopper_programs}: Hopper's kernel {reason}."
@@ -256,6 +280,9 @@ def gradients(
     k_rope: Array | None = None,
 ) -> tuple[AttentionGrads, Array | None]:
     """Works as `backward`, and the gradient of `k_rope` (see `forward`), in float32."""
+    if max(arrays.q.shape[-1], arrays.v.shape[-1]) > MAX_HEAD_DIM:
+        tile = xla.XlaTile(config.key_gradient.block_q, config.key_gradient.block_k)
+        return xla.backward(arrays, spec, xla.XlaConfig(tile, tile), out, lse, dout, dlse), None
     _check_hopper("key_gradient", config, arrays, spec, k_rope)
     arrays, spec = explicit_ranges(arrays, spec)
     delta, empty = row_terms(arrays, out, lse, dout, dlse)
@@ -274,7 +301,13 @@ def gradients(
     launch = launch.knowing(row_inputs)
     dmore = dslopes = dgates = None
     if config.key_gradient.hopper_programs and arrays.k.shape[1] > 0:
-        dq, dk, dv = backward_call.gradients(launch, arrays, spec, config.key_gradient, empty)
+        dq, dk, dmore, dv, of_gates = backward_call.gradients(
+            launch, arrays, spec, config.key_gradient, empty
+        )
+        if arrays.log_forget is not None:
+            dslopes = log_forget.of_queries(
+                arrays, of_gates, config.key_gradient.block_q, lse, delta, dlse, empty
+            )
     else:
         dk, dmore, dv = _key_gradient(launch, arrays, spec, config.key_gradient)
         dq, dslopes = _query_gradient(launch, arrays, spec, config.query_gradient)

@@ -114,6 +114,15 @@ def key_columns(first, key_rows, head, S, BK: tl.constexpr, BOUND: tl.constexpr,
 
 
 @triton.jit
+def sums_of(slopes_ptr, bh, lengths):
+    """Where the sums of a head's gates begin, those of keys and those of queries."""
+    keys = lengths.S + (lengths.S + CHUNK - 1) // CHUNK
+    both = keys + lengths.T + (lengths.T + CHUNK - 1) // CHUNK
+    sums = slopes_ptr + bh * ((both + 15) // 16 * 16)
+    return sums, sums + keys
+
+
+@triton.jit
 def coarse_of(sums, length, first):
     """The coarse sum of gates of the tile from `first` on, behind the rests of `length` tokens."""
     return tl.load(sums + length + first // CHUNK)
@@ -127,10 +136,7 @@ def head_of(arrays, b, h, lengths, H: tl.constexpr, scoring: tl.constexpr, maski
     if scoring.ALIBI == SLOPES:
         slope = tl.load(arrays.slopes + b * H + h)
     if scoring.ALIBI == GATES:
-        keys = lengths.S + tl.cdiv(lengths.S, CHUNK)
-        queries = lengths.T + tl.cdiv(lengths.T, CHUNK)
-        slope = arrays.slopes + (b * H + h) * (tl.cdiv(keys + queries, 16) * 16)
-        gates = slope + keys
+        slope, gates = sums_of(arrays.slopes, b * H + h, lengths)
     seed0 = tl.zeros([], tl.uint32)
     seed1 = tl.zeros([], tl.uint32)
     ahead = tl.zeros([], tl.uint32)

@@ -173,8 +173,9 @@ def _windowed(problem: Problem) -> bool:
     return window is not None and window[0] is not None
 
 
-def shared_memory(kernel: str, problem: Problem, block_q: int, block_k: int, num_stages: int) -> int:
-    """An upper estimate for one program, in bytes: the tiles it keeps, and the streamed ones once per stage."""
+def shared_memory(kernel: str, problem: Problem, device: DeviceFacts, tile: Any) -> int:
+    """An upper estimate for one program, in bytes: the tiles it keeps, and the streamed ones once per stage; the same on every device."""
+    block_q, block_k, num_stages = tile.block_q, tile.block_k, tile.num_stages
     is_float32 = problem.dtype("qkv") == "float32"
     size = 4 if is_float32 else 2
     over_scores = 4 * bool(problem.flag("bias")) + bool(problem.flag("mask"))

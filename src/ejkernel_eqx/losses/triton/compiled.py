@@ -1,4 +1,4 @@
-"""Platform `triton`: the host side of the cross entropy. XLA's matrix products, and one kernel in place between them, over chunks of tokens."""
+"""Platform `triton`: the host side of the losses. XLA's matrix products, and one kernel in place between them, over chunks of tokens."""
 
 import dataclasses
 import functools
@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ...core.arguments import accumulator
 from ...core.platforms import Interpreted, kernels_unavailable
 from ...dispatch import DeviceFacts, Problem
 from ...launch import given, Launcher, NOTHING, result, result_like
@@ -15,7 +16,7 @@ from ...launch.fields import check_fields, one_of, power_of_two, whole
 from ...launch.sizes import cdiv, padded
 from .. import passes
 from ..chunks import Named, product
-from ..spec import LossArrays, LossSpec
+from ..spec import LossArrays, LossSpec, TOKENS
 from ..statistics import (
     devices,
     merged,
@@ -28,11 +29,13 @@ from ..statistics import (
     Tokens,
     tokens_of,
 )
-from . import kernels
+from . import divergence_kernel, kernels
 
 OPAQUE = True
 _BYTES = 400 * 10**6
 """Of the logits of a chunk, by default."""
+_UNROLLED = 2048
+"""Features over which a loop is unrolled."""
 _TILES = ((4096, 16), (4096, 8), (8192, 16), (8192, 32))
 """Logits that a program reads at a time, in 16 bits, and its warps; the best first, as measured on an H200."""
 
@@ -57,7 +60,9 @@ unavailable = kernels_unavailable
 
 
 def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
-    return "takes float32, float16 and bfloat16, not float64" if problem.dtype("x") == "float64" else None
+    if problem.dtype("x") == "float64":
+        return "takes float32, float16 and bfloat16, not float64"
+    return "takes teachers of all words, not of the top k" if problem.flag("teacher") == "top_k" else None
 
 
 def by_request(problem: Problem, device: DeviceFacts) -> str | None:
@@ -75,13 +80,17 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     """Configurations worth timing, the heuristic first."""
     words, item = problem.dim("V"), jnp.dtype(problem.dtype("x")).itemsize
     fit = lambda size: max(1, size // 128 * 128 or size)
-    alone = fit(_BYTES // (words * item))
+    # With a teacher a token has two rows of logits.
+    rows = 2 if problem.flag("divergence") else 1
+    alone = fit(_BYTES // (rows * words * item))
     # The weight's gradient takes memory after the logits of the last chunk do: as much as those of so many tokens.
-    chunk = max(alone, fit(problem.dim("E")))
+    chunk = max(alone, fit(problem.dim("E") // rows))
     # One chunk needs no sum in float32, and logits of as many bytes may take its place.
-    most = 2 * problem.dim("E") + alone
+    most = 2 * problem.dim("E") // rows + alone
     every = problem.dim("B") * problem.dim("M") * problem.dim("N")
     is_one = problem.dtype("x") == "bfloat16" and every <= most
+    # XLA unrolls a loop of one turn, and then has two sums.
+    chunk = fit(chunk // 2) if chunk < every <= 2 * chunk else chunk
     sizes = (most if is_one else chunk, chunk, alone, fit(chunk // 2), 2 * chunk)
     is_nvidia = device.vendor == "nvidia"
     # A thread loads 8 logits at once, of 2 bytes: fewer threads for few words, or where a warp has more.
@@ -101,16 +110,24 @@ def over_chunks(
     lead, words = arrays.labels.shape, len(arrays.weight) * devices(spec)
     flat = lambda x: x.reshape(-1, *x.shape[3:])
     labels, bias, here = flat(arrays.labels), arrays.bias, len(arrays.weight)
-    # Rows of logits begin at 16 bytes, without which products of matrices are slow.
-    weight = jnp.pad(arrays.weight.astype(arrays.x.dtype), [(0, -here % 8), (0, 0)])
-    tokens: Any = {"x": flat(arrays.x), "labels": labels, "places": place_of(spec, labels, here)}
+    tokens: Any = {name: flat(x) for name in TOKENS if (x := getattr(arrays, name)) is not None}
+    tokens["places"] = place_of(spec, labels, here)
     if cotangents:
         tokens["slope"] = slope_of({name: flat(x) for name, x in cotangents.items()}, spec, words)
-    chunk = functools.partial(_chunk, spec, config, weight, bias, here)
+    # Rows of logits begin at 16 bytes, without which products of matrices are slow.
+    aligned = lambda weight, x: jnp.pad(weight.astype(x.dtype), [(0, -here % 8), (0, 0)])
+    shared = {"weight": aligned(arrays.weight, arrays.x), "bias": bias, "teacher_bias": arrays.teacher_bias}
+    if arrays.teacher_weight is not None:
+        shared["teacher_weight"] = aligned(arrays.teacher_weight, arrays.teacher_x)
+    chunk = functools.partial(_chunk, spec, config, shared, here)
     part, dx, sums = _added(chunk, tokens, config.grad_chunk_size if cotangents else config.chunk_size)
-    # The exchange of a call without gradients is one of all tokens.
-    results = results_of(tokens_of(part if cotangents else merged(part, spec), words), labels >= 0, spec)
-    results["losses"] = jnp.where(labels < words, results["losses"], jnp.nan)
+    if spec.divergence is not None:
+        results = {"losses": part}
+    else:
+        # The exchange of a call without gradients is one of all tokens.
+        part = part if cotangents else merged(part, spec)
+        results = results_of(tokens_of(part, words), labels >= 0, spec)
+        results["losses"] = jnp.where(labels < words, results["losses"], jnp.nan)
     split = lambda x: x.reshape(*lead, *x.shape[1:])
     sums = {name: x[:here] for name, x in sums.items()}
     return jax.tree.map(split, results), {"x": split(dx), **sums} if cotangents else {}
@@ -149,19 +166,18 @@ def _added(chunk: Any, tokens: Any, size: int) -> Any:
 def _chunk(
     spec: LossSpec,
     config: TritonConfig,
-    weight: Array,
-    bias: Array | None,
+    shared: Any,
     here: int,
     tokens: Any,
     dtype: Any,
-) -> tuple[tuple[Part, Array | None], Named]:
-    """The part and `dx` of tokens, and what they add to the gradients of weight and bias."""
-    x, labels, slope = tokens["x"], tokens["labels"], tokens.get("slope")
+) -> tuple[tuple[Any, Array | None], Named]:
+    """The part of tokens, or their divergences, and `dx`; and what they add to the gradients of weight and bias."""
+    x, labels, slope, weight = tokens["x"], tokens["labels"], tokens.get("slope"), shared["weight"]
     # Padding may hold NaN, and 0 NaN is NaN.
     x = jnp.where((labels >= 0)[:, None], x, jnp.zeros_like(x))
     logits = product(x, weight, ((1,), (1,)), x.dtype)
-    arrays = tokens | {"x": x, "weight": weight, "bias": bias}
-    launch = functools.partial(_launch, spec, config, arrays, logits, here)
+    one: Any = _launch if spec.divergence is None else _launch_with_teacher
+    launch = functools.partial(one, spec, config, shared | tokens | {"x": x}, logits, here)
     if slope is None:
         return (launch()[0], None), {}
     is_split = devices(spec) > 1
@@ -173,7 +189,7 @@ def _chunk(
     # A sum over devices is one of float32.
     dx = product(logits, weight, ((1,), (0,)), jnp.float32 if is_split else x.dtype)
     sums = {"weight": product(logits, x, ((0,), (0,)), dtype)}
-    sums |= {} if bias is None else {"bias": jnp.sum(logits, 0, dtype=jnp.float32)}
+    sums |= {} if shared["bias"] is None else {"bias": jnp.sum(logits, 0, dtype=jnp.float32)}
     return (part, summed(dx, spec).astype(x.dtype)), sums
 
 
@@ -193,30 +209,72 @@ def _launch(
     outputs |= {name: each if has_part and flag else NOTHING for name, flag in flags.items()}
     of = {} if slope is None else slope._asdict()
     more = dict.fromkeys((*Slope._fields, "lse", "entropy")) | of | ({} if known is None else known._asdict())
+    size = arrays["x"].shape[1]
     numbers = {
-        "V": words,
-        "STRIDE": logits.shape[1],
-        "E": arrays["x"].shape[1],
-        "CAP": spec.logits_soft_cap or 0.0,
-        "TEMPERATURE": spec.temperature,
+        "E": size,
+        "FEATURES": size if size <= _UNROLLED else 0,
         "PART": has_part,
-        "SLOPE": slope is not None,
-        "FAST": config.fast_exp,
-        **given(BIAS=arrays["bias"], **{name.upper(): of.get(name) for name in Slope._fields[2:]}),
+        **given(**{name.upper(): of.get(name) for name in Slope._fields[2:]}),
         **{name.upper(): flag for name, flag in flags.items()},
     }
-    launcher = Launcher("losses", arrays | more, numbers, arrays["x"])
-    if slope is None:
-        in_place: Any = {"arrays": {"before": None, "logits": logits}}
-    else:
-        outputs = {"logits": result_like(logits)} | outputs
-        in_place = {"arrays": {"before": logits}, "aliases": {"before": "logits"}}
-    made = launcher(kernels.rows_kernel, config, outputs, len(logits), **in_place)
+    made = _in_place(kernels.rows_kernel, spec, config, arrays | more, logits, words, numbers, outputs)
     part = {
         name: made[name] for name in ("largest", "exponentials", "target", *(n for n in flags if flags[n]))
     }
     return Part(**part), made.get("logits", logits)
 
 
+def _launch_with_teacher(
+    spec: LossSpec, config: TritonConfig, arrays: Any, logits: Array, words: int, slope: Slope | None = None
+) -> tuple[Array, Array]:
+    """The divergence of each token; and the gradient of the student's logits in their place, if there is a slope."""
+    if (teacher := arrays.get("teacher_logits")) is None:
+        x = arrays["teacher_x"]
+        # Float16 ends at 65,504.
+        dtype = x.dtype if x.dtype == jnp.bfloat16 else accumulator(x.dtype)
+        teacher = product(x, arrays["teacher_weight"], ((1,), (1,)), dtype)
+    numbers = {
+        "TEACHER_STRIDE": teacher.shape[1],
+        "TEACHER_CAP": spec.teacher_soft_cap or 0.0,
+        "DIVERGENCE": spec.divergence,
+        "BETA": spec.beta,
+        **given(TEACHER_BIAS=arrays["teacher_bias"]),
+    }
+    arrays |= {"teacher": teacher, "of_p": None if slope is None else slope.of_p}
+    outputs = {"losses": result(len(logits))}
+    kernel = divergence_kernel.divergence_kernel
+    made = _in_place(kernel, spec, config, arrays, logits, words, numbers, outputs)
+    return made["losses"], made.get("logits", logits)
+
+
+def _in_place(
+    kernel: Any,
+    spec: LossSpec,
+    config: TritonConfig,
+    arrays: Any,
+    logits: Array,
+    words: int,
+    numbers: Any,
+    outputs: Any,
+) -> Named:
+    """Launches a program for each row of logits. With a slope the logits are an output as well."""
+    has_slope = arrays["of_p"] is not None
+    numbers |= {
+        "V": words,
+        "STRIDE": logits.shape[1],
+        "CAP": spec.logits_soft_cap or 0.0,
+        "TEMPERATURE": spec.temperature,
+        "SLOPE": has_slope,
+        "FAST": config.fast_exp,
+        **given(BIAS=arrays["bias"]),
+    }
+    launcher = Launcher("losses", arrays, numbers, arrays["x"])
+    if not has_slope:
+        return launcher(kernel, config, outputs, len(logits), {"before": None, "logits": logits})
+    # Outputs are in the order of the kernel's parameters.
+    outputs = {"logits": result_like(logits)} | outputs
+    return launcher(kernel, config, outputs, len(logits), {"before": logits}, aliases={"before": "logits"})
+
+
 interpreted = Interpreted(__name__, TritonConfig(5, 4, 128, 1), fast_exp=False)
-"""The same kernel on the host, with small chunks: platform `triton-interpret`."""
+"""The same kernels on the host, with small chunks: platform `triton-interpret`."""

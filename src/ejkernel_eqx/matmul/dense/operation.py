@@ -39,8 +39,9 @@ class Matmul(Kernel):
     default one launch of Triton's kernel. More rows are XLA's. Weights are `[out, in]`, as in `equinox.nn.Linear`.
 
     Weights may be quantised, all in one format ([`ejkernel_eqx.QuantizedWeight`][]). Then Triton's kernel reads their codes and makes numbers of them
-    in registers, by default for up to 64 rows. Codes, scales and zero points are constants. XLA, and for tensor cores Triton, rounds the
-    numbers to the dtype of `x`.
+    in registers, by default for up to 64 rows. Of more rows, in bfloat16 on Hopper, a kernel does so in each tile; elsewhere a kernel makes floats
+    of the codes, by which XLA multiplies. Codes, scales and zero points are constants. XLA, and for tensor cores Triton, rounds the numbers to the
+    dtype of `x`.
 
     Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). Differentiable in reverse mode in all float arrays;
     `platform="xla"` also supports forward mode and second derivatives.
@@ -141,14 +142,16 @@ class Matmul(Kernel):
         shapes = [(*lead, right.shape[0]) for right in arrays.rights[: spec.count]]
         if 0 in lead:  # no rows: nothing to launch
             return tuple(jnp.zeros(shape, arrays.x.dtype) for shape in shapes)
-        results = KINDS[spec.count].call(self._plan_for(lead), self.operation, arrays, spec)
+        plan = self._plan_for(lead, spec.format is not None)
+        results = KINDS[spec.count].call(plan, self.operation, arrays, spec)
         return tuple(results[name].reshape(shape) for name, shape in zip(RESULTS, shapes))
 
-    def _plan_for(self, lead: tuple[Any, ...]) -> Plan:
-        """The plan of a call with rows of these axes: many are for XLA, unless a platform or a configuration was asked for."""
+    def _plan_for(self, lead: tuple[Any, ...], is_quantised: bool = False) -> Plan:
+        """The plan of a call with rows of these axes: many are for XLA, unless weights are quantised, or a platform or a configuration was asked
+        for."""
         rows, snapshot = math.prod(lead), self.plan.snapshot
         asked = snapshot.requested is not None or snapshot.override is not None
-        if asked or (not is_symbolic(rows) and rows <= FEW_ROWS):
+        if asked or (not is_symbolic(rows) and (is_quantised or rows <= FEW_ROWS)):
             return self.plan
         return dataclasses.replace(make_plan(self.operation, platform="xla"), path=self.plan.path)
 

@@ -14,7 +14,7 @@ from ...dispatch import Problem
 from ...quantised import QuantFormat, QuantizedWeight
 
 FEW_ROWS = 64
-"""The largest number of rows for which a kernel is faster than XLA, which makes floats of quantised weights first."""
+"""The largest number of rows for which a kernel reads weights at the speed of memory."""
 RIGHTS: tuple[str, ...] = ("right", "right_1", "right_2")
 BIASES: tuple[str, ...] = ("bias", "bias_1", "bias_2")
 RESULTS = ("out", "out_1", "out_2")
@@ -131,6 +131,11 @@ def axes_of(arrays: MatmulArrays, spec: MatmulSpec) -> dict[str, tuple[str, ...]
 def columns_of(problem: Problem) -> list[int]:
     """The numbers of rows of the right sides."""
     return [size for name, size in problem.dims if name.startswith("N")]
+
+
+def is_of_many(problem: Problem) -> bool:
+    """Returns whether many rows are multiplied by quantised weights."""
+    return problem.flag("weights") is not None and problem.dim("B") * problem.dim("M") > FEW_ROWS
 
 
 def sizes_of(arrays: MatmulArrays) -> dict[str, int]:

@@ -1,5 +1,7 @@
 """The matmul in plain XLA. JAX differentiates it."""
 
+from collections.abc import Callable, Sequence
+
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -10,8 +12,10 @@ from ..epilogue import activated, finished
 from .spec import MatmulArrays, MatmulSpec, RESULTS
 
 
-def apply(arrays: MatmulArrays, spec: MatmulSpec) -> dict[str, Array]:
-    """The results, in the dtype of `x`."""
+def apply(
+    arrays: MatmulArrays, spec: MatmulSpec, multiply: Callable[[Array], Sequence[Array]] | None = None
+) -> dict[str, Array]:
+    """The results, in the dtype of `x`. `multiply`: what gives the products of rows and all right sides, by default XLA."""
     dtype, x = arrays.x.dtype, arrays.x
     wide = accumulator(dtype)
     if spec.eps is not None:
@@ -19,7 +23,8 @@ def apply(arrays: MatmulArrays, spec: MatmulSpec) -> dict[str, Array]:
         h = h * lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + spec.eps)
         x = h if arrays.norm is None else h * _of_rows(arrays.norm.astype(wide), h)
         x = x.astype(dtype)
-    products = [_product(x, *both) for both in zip(arrays.in_dtype(dtype, spec), arrays.biases)]
+    made = [_times(x, right) for right in arrays.in_dtype(dtype, spec)] if multiply is None else multiply(x)
+    products = [_biased(z, bias) for z, bias in zip(made, arrays.biases)]
     if spec.gated:
         gate, up = (z.astype(wide) for z in products)
         products = [finished(gate, up, spec).astype(dtype)]
@@ -30,10 +35,12 @@ def apply(arrays: MatmulArrays, spec: MatmulSpec) -> dict[str, Array]:
     return dict(zip(RESULTS, products))
 
 
-def _product(x: Array, right: Array, bias: Array | None) -> Array:
-    """`x right^T + bias`, rounded once to the dtype of `x`."""
+def _times(x: Array, right: Array) -> Array:
     mapped = tuple(range(right.ndim - 2))
-    z = lax.dot_general(x, right, (((x.ndim - 1,), (right.ndim - 1,)), (mapped, mapped)))
+    return lax.dot_general(x, right, (((x.ndim - 1,), (right.ndim - 1,)), (mapped, mapped)))
+
+
+def _biased(z: Array, bias: Array | None) -> Array:
     if bias is None:
         return z
     wide = accumulator(z.dtype)

@@ -50,7 +50,7 @@ class RaggedBatch(Module):
     - `max_query_len`: the maximum number of new tokens per sequence; static.
     - `num_tokens`: `T`, including padding; static.
     - `of_rows`: whether the sequences are the rows of a dense cache. Each then has `max_query_len` tokens, or is
-        padding if its length is 0, and begins with the state in its slot. Static.
+        padding if its length is 0, and begins with the state in its slot. All pages of a layer are those of rows, in their order. Static.
 
     **Raises:** `ValueError` for invalid shapes.
     """

@@ -1,5 +1,6 @@
 """Paged caches for inference: of keys and values, and of latent attention."""
 
+import dataclasses
 from typing import Any
 
 import equinox as eqx
@@ -8,9 +9,10 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int, Shaped
 
-from .batch import to_int32
+from .batch import RaggedBatch, to_int32
+from .forget import sums_of
 from .pages import PageDType, Pages, read_sizes
-from .write import write
+from .write import put, write
 
 
 class PagedKVCache(Pages):
@@ -33,6 +35,8 @@ class PagedKVCache(Pages):
     - `lengths`: int32 `[.., N]`, the number of tokens of each sequence, including new ones; or `None`.
     - `k_scale`, `v_scale`: float32 `[.., P, p, K]`, one for each token and head, or `[.., K]`, one for each head.
         `None` for pages that are not quantised to 8 bits.
+    - `gates`: float32 `[.., P, p, H, 2]`, for a layer with forget gates: of each token and query head the sum of the logarithms up to it, in two
+        parts, of which the second is what the first lacks by rounding; or `None`.
 
     Pages of no sequence and slots past a sequence's length may hold anything, including NaN.
     """
@@ -43,6 +47,7 @@ class PagedKVCache(Pages):
     lengths: Int[Array, "... N"] | None = eqx.field(converter=to_int32, default=None)
     k_scale: Float[Array, "..."] | None = None
     v_scale: Float[Array, "..."] | None = None
+    gates: Float[Array, "... P p H 2"] | None = None
 
     _names = ("k", "v", "k_scale", "v_scale")
     _kernel_names = _names
@@ -60,6 +65,7 @@ class PagedKVCache(Pages):
         batch_shape: Any = (),
         dtype: PageDType = jnp.float32,
         scales: str | None = None,
+        num_gates: int | None = None,
     ) -> "PagedKVCache":
         """Makes an empty cache that is not bound to tables.
 
@@ -72,13 +78,19 @@ class PagedKVCache(Pages):
             with scales. A pair gives one for keys and one for values, such as `("bfloat16", "int8")` to quantise only the values.
         - `scales`: the scales of 8-bit pages. `"token"`, the default, has one for each token and head, computed when it
             is written. `"head"` has one for each head, which is 1 until `with_scales` sets it.
+        - `num_gates`: forget gates of a token, the query heads `H` of a layer with gates; default none.
 
         **Raises:** `ValueError` for sizes below 1, more than 2**30 tokens, an unsupported dtype, or scales that do not match it.
         """
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         heads, *dims = read_sizes(num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim)
         widths = [(heads, dim) for dim in dims]
-        return cls._empty(num_pages, page_size, widths, batch_shape, dtype, scales)
+        cache = cls._empty(num_pages, page_size, widths, batch_shape, dtype, scales)
+        if num_gates is None:
+            return cache
+        shape = (*cache.k.shape[:-2], *read_sizes(num_gates=num_gates), 2)
+        wide = jnp.float64 if cache.k.dtype == jnp.float64 else jnp.float32
+        return dataclasses.replace(cache, gates=jnp.zeros(shape, wide))
 
     @property
     def num_kv_heads(self) -> int:
@@ -107,7 +119,9 @@ class PagedKVCache(Pages):
         return self._with_scales(k_scale, v_scale)
 
     @jax.named_scope("ejx.PagedKVCache.append")
-    def append(self, k: Any, v: Any, slots: Any) -> "PagedKVCache":
+    def append(
+        self, k: Any, v: Any, slots: Any, *, log_forget: Any = None, batch: Any = None
+    ) -> "PagedKVCache":
         """Returns the cache with new tokens written; in place if the cache is donated.
 
         **Arguments:**
@@ -115,12 +129,26 @@ class PagedKVCache(Pages):
         - `k`, `v`: floats `[.., T, K, D]` and `[.., T, K, V]`, cast to the pages' dtype or quantised, with the leading axes of the pages.
         - `slots`: ints `[T]`, or with the leading axes: `page * page_size + place` for each token, as returned by `RaggedBatch.slots` and
             `PageTable.slots`. Tokens with a slot outside `0 .. P * p - 1`, such as -1, are not written. Slots must be distinct.
+        - `log_forget`, `batch`: for a cache with gates, floats `[T, H]`, those of the new tokens, and the `RaggedBatch` that they are the tokens of.
+            Sums go on from the last token of each sequence that is written already.
 
         **Returns:** the new cache with the same tables, whose `lengths` already include the new tokens.
 
-        **Raises:** `ValueError` for invalid shapes.
+        **Raises:** `ValueError` for invalid shapes, and for gates without a cache that has them or the other way round.
         """
-        return self.append_by(write, k, v, slots)
+        gates = self.gates
+        expected = None if gates is None else (*gates.shape[:-4], len(slots), gates.shape[-2])
+        received = None if log_forget is None else jnp.shape(log_forget)
+        if received != expected or (gates is not None and not isinstance(batch, RaggedBatch)):
+            raise ValueError(
+                f"log_forget: expected {expected}, the gates of the cache, with a RaggedBatch, received {received} with {type(batch).__name__}; "
+                "build the cache with num_gates for a layer with forget gates."
+            )
+        new = self.append_by(write, k, v, slots)
+        if gates is None:
+            return new
+        sums = sums_of(gates, jnp.asarray(log_forget), batch)
+        return dataclasses.replace(new, gates=put(gates, sums, to_int32(slots)))
 
 
 class PagedLatentCache(Pages):

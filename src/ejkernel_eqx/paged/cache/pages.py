@@ -217,7 +217,7 @@ class Pages(Module):
             source, target = read_copies(source, target)
             # Scales per token move with their pages; scales per head belong to no page.
             lead, names = len(self.batch_shape), self._names[: 4 if self.scales == TOKEN else 2]
-            there = {name: x for name in names if (x := getattr(self, name)) is not None}
+            there = {name: x for name in (*names, "gates") if (x := getattr(self, name, None)) is not None}
             copied = {name: copy(x, source, target, lead) for name, x in there.items()}
             return dataclasses.replace(self, **copied)
 

@@ -81,6 +81,13 @@ def _write(arrays: WriteArrays) -> dict[str, Array]:
     return written
 
 
+def at_slots(pages: Array, slots: Array) -> Array:
+    """What `pages [P, p, ...]` have at `slots [T]`; 0 for slots of no page."""
+    room = pages.shape[0] * pages.shape[1]
+    at = jnp.where(slots >= 0, slots, room)
+    return pages.reshape(room, *pages.shape[2:]).at[at].get(mode="fill", fill_value=0)
+
+
 def put(pages: Array, new: Array, slots: Array) -> Array:
     """`pages [P, p, ...]` with `new [T, ...]` at `slots [T]`."""
     room = pages.shape[0] * pages.shape[1]

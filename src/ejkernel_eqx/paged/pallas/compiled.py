@@ -32,6 +32,8 @@ config_type = PallasConfig
 def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
     page, heads = block_sizes.page_of(problem), problem.dim("K")
     pages = problem.dim("M") * (problem.dim("p") // page)
+    if problem.flag("log_forget"):
+        return "takes no forget gates"
     if problem.dtype("q") not in _DTYPES:
         return f"takes queries of bfloat16 and float32, not {problem.dtype('q')}"
     for name, dtype in block_sizes.dtypes(problem).items():

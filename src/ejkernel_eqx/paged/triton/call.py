@@ -75,6 +75,7 @@ class Call(FlatCall):
         numbers |= {"FAST_TANH": self.config.fast_tanh and not is_float32}
         numbers |= {"PRECISION": self.config.float32_dot if is_float32 else "ieee"}
         numbers |= {"LEFT": -1 if spec.left is None else min(spec.left, 2**30)}
+        numbers |= {"GATES": 0 if arrays.gates is None else 2 * self.heads}
         numbers |= given(RANGED=arrays.kv_start, SINKS=arrays.sinks, ALIBI=arrays.slopes, QQ=arrays.qq_bias)
         named = arrays._asdict() | {"table": arrays.page_table}
         return Launcher("paged", named, numbers, arrays.q)

@@ -38,7 +38,7 @@ def decode_kernel(
     q_ptr, k_ptr, v_ptr, rope_ptr,  # [T, H, D + R], [P, PAGE, K, D], [P, PAGE, K, V], [P, PAGE, K, R]
     table_ptr, q_start_ptr, q_len_ptr, kv_len_ptr, kv_start_ptr,  # [N, M], [N] each
     k_scale_ptr, v_scale_ptr, rope_scale_ptr,  # [P, PAGE, K] or, as all that follow, of a row of sequences: [K]
-    sinks_ptr, slopes_ptr, qq_bias_ptr,  # [H], [H], [Q, Q]
+    sinks_ptr, slopes_ptr, qq_bias_ptr, gates_ptr, own_gates_ptr,  # [H], [H], [Q, Q], [P, PAGE, H, 2], [T, H, 2]
     zeros_ptr, P, M, N, Q, ROW, T, LONGEST,
     # If the last program merges: counts (zeros, in place), out and lse of splits, [N, QUERIES, H, SPLITS, V], [N, QUERIES, H, SPLITS].
     count_ptr, parts_ptr, part_lse_ptr,
@@ -48,9 +48,9 @@ def decode_kernel(
     MOST: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
     LATENT: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, R_SCALES: tl.constexpr, SCALE: tl.constexpr,
     CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RANGED: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr,
-    QQ: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr, ALONE: tl.constexpr, SPLITS: tl.constexpr,
-    LEAST: tl.constexpr, PAIRS: tl.constexpr, BYTES: tl.constexpr, FAST_BYTES: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_S: tl.constexpr, STEP: tl.constexpr,
+    QQ: tl.constexpr, GATES: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr, ALONE: tl.constexpr,
+    SPLITS: tl.constexpr, LEAST: tl.constexpr, PAIRS: tl.constexpr, BYTES: tl.constexpr, FAST_BYTES: tl.constexpr,
+    TOGETHER: tl.constexpr, ROWS: tl.constexpr, BLOCK_S: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     blocks: tl.constexpr = (QUERIES * (H // K) + BM - 1) // BM
     raised: tl.constexpr = RAISED if PAIRS or BYTES else 0  # pyright: ignore[reportAssignmentType]
@@ -111,13 +111,14 @@ def decode_kernel(
     # Constants that travel together, for the functions that add a tile.
     sizes: tl.constexpr = tile.Sizes(D, V, R, BLOCK_D, BLOCK_V, BLOCK_R, BM, BK)  # pyright: ignore[reportAssignmentType]
     form: tl.constexpr = tile.Format(K, LATENT, K_SCALES, V_SCALES, R_SCALES, FAST_BYTES)  # pyright: ignore[reportAssignmentType]
-    scoring: tl.constexpr = tile.Scoring(SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PRECISION)  # pyright: ignore[reportAssignmentType]
+    scoring: tl.constexpr = tile.Scoring(SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PRECISION, GATES)  # pyright: ignore[reportAssignmentType]
     i = (chunk + t)[:, None]  # [BM, 1]
     # Slopes, scales for each head and the bias are those of a row of sequences.
     small = n // ROW
     slope = 0.0
     if ALIBI:
         slope = tl.load(slopes_ptr + small * H + h)[:, None] * LOG2E  # [BM, 1]
+    gates, own, rest = tile.own_gates(gates_ptr, own_gates_ptr, token, h, inside, GATES)  # pyright: ignore[reportGeneralTypeIssues]
     pages = tile.Pages(k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, kv_head)
     factors = tile.head_factors(pages, small, form, R)
     v_factor = factors.v  # []
@@ -137,7 +138,7 @@ def decode_kernel(
         j, slot, ok = tile.locate(page, index, first, end, P, PAGE, BK, FAR)
         page = tile.load_pages(table, index + 1, end, PAGE, BK)
         keys = tile.Keys(j, slot, ok)
-        rows = tile.Queries(i, t[:, None], slope, chunk, qq_bias_ptr + small * Q * Q, Q)
+        rows = tile.Queries(i, t[:, None], slope, chunk, qq_bias_ptr + small * Q * Q, Q, gates, own, rest)
         if PAIRS:
             acc, acc_odd, total, top = attend_pairs(
                 acc, acc_odd, total, top, q_even, q_odd, q_factor, q_rope, keys, rows, pages, factors, sizes, form, scoring, PAIRS)  # fmt: skip

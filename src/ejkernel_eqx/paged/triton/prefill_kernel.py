@@ -50,14 +50,15 @@ def prefill_kernel(
     q_ptr, k_ptr, v_ptr, rope_ptr,  # [T, H, D + R], [P, PAGE, K, D], [P, PAGE, K, V], [P, PAGE, K, R]
     table_ptr, q_start_ptr, q_len_ptr, kv_len_ptr, kv_start_ptr,  # [N, M], [N] each
     k_scale_ptr, v_scale_ptr, rope_scale_ptr,  # [P, PAGE, K] or, as all that follow, of a row of sequences: [K]
-    sinks_ptr, slopes_ptr, qq_bias_ptr, out_before_ptr, lse_before_ptr,  # [H], [H], [Q, Q]; see out and lse
+    sinks_ptr, slopes_ptr, qq_bias_ptr, gates_ptr, own_gates_ptr,  # [H], [H], [Q, Q], [P, PAGE, H, 2], [T, H, 2]
+    out_before_ptr, lse_before_ptr,  # see out and lse
     P, M, N, Q, ROW, T, LEAST, MOST,
     out_ptr, lse_ptr,  # [T, H, V], [T, H]
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, FAR: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, LATENT: tl.constexpr,
     K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, R_SCALES: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
     FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RANGED: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr, QQ: tl.constexpr,
-    PRECISION: tl.constexpr, WIDE: tl.constexpr, SCANNED: tl.constexpr, FAST_BYTES: tl.constexpr,
+    GATES: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, SCANNED: tl.constexpr, FAST_BYTES: tl.constexpr,
 ):  # fmt: skip
     # Which tile of which sequence; grids have more programs than tiles.
     group: tl.constexpr = H // K
@@ -111,7 +112,7 @@ def prefill_kernel(
     # Constants that travel together, for the function that adds a tile.
     sizes: tl.constexpr = tile.Sizes(D, V, R, BLOCK_D, BLOCK_V, BLOCK_R, BM, BK)  # pyright: ignore[reportAssignmentType]
     form: tl.constexpr = tile.Format(K, LATENT, K_SCALES, V_SCALES, R_SCALES, FAST_BYTES)  # pyright: ignore[reportAssignmentType]
-    scoring: tl.constexpr = tile.Scoring(SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PRECISION)  # pyright: ignore[reportAssignmentType]
+    scoring: tl.constexpr = tile.Scoring(SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PRECISION, GATES)  # pyright: ignore[reportAssignmentType]
     # Slopes, scales for each head and the bias are those of a row of sequences.
     small = n // ROW
     pages = tile.Pages(k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, kv_head)
@@ -128,8 +129,9 @@ def prefill_kernel(
     else:
         top = tl.full([BM], float("-inf"), tl.float32)  # [BM]
         total = tl.zeros([BM], tl.float32)  # [BM]
+    gates, own, rest = tile.own_gates(gates_ptr, own_gates_ptr, token, h, inside, GATES)  # pyright: ignore[reportGeneralTypeIssues]
     t = t[:, None]  # [BM, 1]
-    rows = tile.Queries(chunk + t, t, slope, chunk, qq_bias_ptr, Q)
+    rows = tile.Queries(chunk + t, t, slope, chunk, qq_bias_ptr, Q, gates, own, rest)
 
     # Page numbers are loaded one tile ahead, so that loads of keys do not wait. From 0: if the first index comes from a reduction, the compiler
     # does not pipeline the loop.

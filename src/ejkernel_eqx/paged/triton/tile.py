@@ -41,15 +41,15 @@ Sizes = namedtuple("Sizes", "D V R BLOCK_D BLOCK_V BLOCK_R BM BK")
 """Channels of keys, values and rotary keys, each also padded to a power of two, and rows and columns of a tile of scores; constants."""
 Format = namedtuple("Format", "K LATENT K_SCALES V_SCALES R_SCALES FAST_BYTES")
 """Key heads of pages, whether values are the keys, the kinds of scales, and whether bytes are converted by NVIDIA's instructions; constants."""
-Scoring = namedtuple("Scoring", "SCALE CAP FAST_TANH LEFT ALIBI QQ PRECISION")
-"""Options by which products become scores and weights; constants."""
+Scoring = namedtuple("Scoring", "SCALE CAP FAST_TANH LEFT ALIBI QQ PRECISION GATES")
+"""Options by which products become scores and weights; constants. `GATES`: numbers of a key's forget gates, two for each head; 0: none."""
 Pages = namedtuple("Pages", "k v rope k_scale v_scale rope_scale head")
 """Pointers to pages `[P, PAGE, K, D, V or R]` and scales, `[P, PAGE, K]` or, for each head, `[rows, K]`; and the key head that is read."""
 Factors = namedtuple("Factors", "k v rope")
 """Scales for each head, of keys, values and rotary keys; 1 if there are none."""
-Queries = namedtuple("Queries", "i t slope chunk qq_bias Q")
+Queries = namedtuple("Queries", "i t slope chunk qq_bias Q gates own rest")
 """Rows of a tile, `[BM, 1]`: positions, numbers among the sequence's queries, and slopes in log2 units; the position of query 0; the bias
-`[Q, Q]` between queries."""
+`[Q, Q]` between queries. Behind it pointers to the sums of gates of the rows' heads at slot 0, and both parts of the rows' own, `[BM, 1]` each."""
 Keys = namedtuple("Keys", "j slot ok")
 """Columns of a tile, from `locate`: positions `[BK]`, slots, and which of them exist."""
 
@@ -177,6 +177,18 @@ def locate(pages, tile, first, end, P, PAGE: tl.constexpr, BK: tl.constexpr, FAR
 
 
 @triton.jit
+def own_gates(gates_ptr, own_gates_ptr, token, h, inside, GATES: tl.constexpr):
+    """Pointers to the sums of gates of the rows' heads at slot 0, and both parts of the rows' own, `[BM, 1]` each; of no `GATES` anything."""
+    own = 0.0
+    rest = 0.0
+    if GATES:
+        at = own_gates_ptr + (token.to(tl.int64) * GATES + 2 * h)[:, None]  # [BM, 1]
+        own = tl.load(at, mask=inside[:, None], other=0.0)
+        rest = tl.load(at + 1, mask=inside[:, None], other=0.0)
+    return gates_ptr + 2 * h[:, None], own, rest
+
+
+@triton.jit
 def load_keys(ptr, slot, ok, kv_head, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHECK: tl.constexpr):  # fmt: skip
     """Rows `slot` of pages `[P, p, K, WIDTH]` at a head as `[BK, BLOCK]`; with `CHECK`, those that are not `ok` are zero and not read."""
     c = tl.arange(0, BLOCK)  # [BLOCK]
@@ -226,6 +238,13 @@ def scores(qk, keys: Keys, queries: Queries, scoring: Scoring, QQ: tl.constexpr)
         s = qk * (scoring.SCALE * LOG2E)  # [BM, BK]
     if scoring.ALIBI:
         s += queries.slope * (j - queries.i).to(tl.float32)  # [BM, BK]
+    if scoring.GATES:
+        start, within = keys.slot
+        at = queries.gates + (start + within)[None, :] * scoring.GATES  # [BM, BK]
+        ok = keys.ok[None, :]  # [1, BK]
+        # Both parts apart: near sums are alike, however large.
+        taken = queries.own - tl.load(at, mask=ok, other=0.0)  # [BM, BK]
+        s += (taken + (queries.rest - tl.load(at + 1, mask=ok, other=0.0))) * LOG2E
     if QQ:
         # Key `u` and query `t` among the sequence's new tokens have a bias.
         u = j - queries.chunk  # [1, BK]
@@ -246,7 +265,9 @@ def weights(qk, total, top, v_scale, keys: Keys, queries: Queries, scoring: Scor
     (times `2**RAISED`), while weights are as large as the inverse of the scales, which float32 can represent."""
     biased: tl.constexpr = scoring.QQ and MASKED  # pyright: ignore[reportAssignmentType]
     # If nothing lies between the product and the softmax, scaling and subtracting the maximum take one instruction.
-    folded: tl.constexpr = scoring.CAP == 0 and not scoring.ALIBI and not biased and scoring.SCALE > 0  # pyright: ignore[reportAssignmentType]
+    folded: tl.constexpr = (
+        scoring.CAP == 0 and not scoring.ALIBI and not scoring.GATES and not biased and scoring.SCALE > 0
+    )  # pyright: ignore[reportAssignmentType]
     multiplier: tl.constexpr = scoring.SCALE * LOG2E if folded else 1.0  # pyright: ignore[reportAssignmentType]
     s = qk
     if not folded:

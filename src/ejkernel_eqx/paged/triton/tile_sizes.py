@@ -147,7 +147,7 @@ def shared_memory(problem: Problem, tile: PagedTile, device: DeviceFacts) -> int
         scores += tile.block_k * sum(converted) * dot
     if latent and tile.block_m >= 64 and device.capability >= (10, 0):  # results pass through it
         scores += tile.block_m * values * dot
-    over_scores = 4 * bool(problem.flag("qq_bias"))
+    over_scores = 4 * bool(problem.flag("qq_bias")) + 8 * bool(problem.flag("log_forget"))
     more = tile.block_k * stages * (tile.block_m * over_scores + 12)
     results = tile.block_m * values * 4 + (queries if tile.block_m < 64 else 0)
     return max(queries + scores + streamed + more, results)

@@ -115,7 +115,7 @@ def _gradients(call: Call, inputs: Arrays) -> Arrays:
     inputs = inputs | {name: pairs[name] for name in ("dscores", "dreads", "diagonal")}
     tiles = cdiv(dim, tile.block_k)
     parts = call.wide_rows(tiles, heads)
-    outputs = {"dg": call.wide_rows(heads, dim) if keyed else parts if gated else NOTHING, "dbeta": parts}
+    outputs = {"dg": call.gradient(call.arrays.g) if keyed else parts if gated else NOTHING, "dbeta": parts}
     outputs |= {f"d{x}": _shared(call, heads // each, dim, f"H{x.upper()}") for x in "qk"}
     kernel = delta_key_gradients_kernel if keyed else delta_gradients_kernel
     programs = call.chunks * (heads // each) * tiles

@@ -103,6 +103,11 @@ def shared_pairs_kernel(
         store_tile(dproducts_ptr + index.to(tl.int64) * (CHUNK * CHUNK), dproducts, CHUNK, CHUNK, 0, CHUNK, CHUNK, CHUNK)
 
     else:
+        # Keys that fit one tile are loaded once for all heads.
+        ONCE: tl.constexpr = D <= BLOCK_K
+        k_base = k_ptr + first * (HK * D) + h0 // (HS // HK) * D
+        if ONCE:
+            k = load_tile(k_base, HK * D, count, 0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
         for n in tl.range(0, HEADS):
             h = h0 + n
             high, low, rest, _whole = decays_of(Gates(g_ptr, logs_ptr, TOKENS), place, h, kind)  # [C], [C], [C], []
@@ -113,13 +118,13 @@ def shared_pairs_kernel(
                 kept *= beta
                 weights *= beta[:, None]
             weights = operand_of(weights, k_ptr.dtype.element_ty, PRECISION)  # [C, C]
-            k_base = k_ptr + first * (HK * D) + h0 // (HS // HK) * D
             dstates = dstates_ptr + (chunk.to(tl.int64) * HS + h) * (D * V)
             for v0 in tl.static_range(0, V, BLOCK_V):
                 # dv = A^T do + e^{G_C - G} b k dS, over all key channels.
                 dv = tl.zeros([CHUNK, BLOCK_V], tl.float32)  # [C, BV]
                 for d0 in tl.static_range(0, D, BLOCK_K):
-                    k = load_tile(k_base, HK * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+                    if not ONCE:
+                        k = load_tile(k_base, HK * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
                     dstate = load_state(dstates, d0, v0, D, V, BLOCK_K, BLOCK_V)  # [BK, BV]
                     dv = tl.dot(k, dstate, dv, input_precision=PRECISION)  # [C, BV]
                 do = load_head(do_ptr, place, h, v0, outs)  # [C, BV]

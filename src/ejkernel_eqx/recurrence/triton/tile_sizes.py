@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 from ...dispatch import DeviceFacts, Problem
-from ...launch.fields import Block, check_fields, Count, Float32Dot, one_of, Warps
+from ...launch import register_limits_measured
+from ...launch.fields import Block, check_fields, Count, Float32Dot, one_of, Registers, Warps
 from ...launch.sizes import cdiv, padded
 from ..spec import CONSTANT, KEY, NONE
 from .hopper import tile_sizes as hopper
@@ -23,6 +24,7 @@ class Tile:
     num_warps: Warps
     num_stages: Count
     hopper: bool = False
+    max_registers: Registers = 0
 
     __post_init__ = check_fields
 
@@ -54,7 +56,7 @@ class TritonConfig:
 _LARGE, _SOME = 160 * 1024, 96 * 1024  # shared memory of one program, in bytes
 _LEAST_SPLIT = 512  # tokens of a sequence's part
 _KERNELS = ("scores", "wy", "states", "out", "dstates", "gradients")
-Row = tuple[int, int, int, int]
+Row = tuple[int, ...]
 # For each kernel in turn: tiles for devices with a lot of shared memory, with some, and with little.
 _HALF: tuple[tuple[Row, ...], ...] = (
     ((64, 64, 4, 1), (32, 128, 4, 3), (64, 64, 4, 3), (128, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 1)),
@@ -66,11 +68,12 @@ _FLOAT32: tuple[tuple[Row, ...], ...] = (
     ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 8, 1)),
     ((16, 16, 4, 1),) * 6,
 )
-# For state heads that share queries and keys, with a lot of shared memory. Tiles of wide values are held for one step of a loop only.
-_SHARED: dict[str, Row] = {"wy": (128, 64, 4, 2), "gradients": (64, 64, 4, 3)}
+# For state heads that share queries and keys, with a lot of shared memory. Tiles of wide values are held for one step of a loop only. Of 168
+# registers a thread, three programs share a multiprocessor: 387 for 443 microseconds.
+_SHARED: dict[str, Row] = {"wy": (128, 64, 4, 2, 168), "gradients": (64, 64, 4, 3)}
 _SHARED_WIDE: dict[str, Row] = {"wy": (64, 64, 4, 1), "gradients": (64, 64, 4, 1)}
-# For linear members with a decay per key channel, with a lot of shared memory.
-_KEY: dict[str, Row] = {"wy": (64, 128, 4, 1), "out": (64, 128, 4, 2), "gradients": (32, 128, 4, 1)}
+# For linear members with a decay per key channel, with a lot of shared memory. Of 128 registers, four programs for three: 90 for 100 microseconds.
+_KEY: dict[str, Row] = {"wy": (64, 128, 4, 1), "out": (64, 128, 4, 2, 128), "gradients": (32, 128, 4, 1)}
 
 
 def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
@@ -89,6 +92,8 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
         rows["out"] = (128, 64, 4, 2 if 2 * programs >= 3 * count else 3)
     if ample and shared:
         rows |= _SHARED if problem.dim("V") <= 64 else _SHARED_WIDE
+        if problem.dim("D") > 128:  # shared memory is for one program anyway
+            rows["wy"] = rows["wy"][:4]
         if problem.dim("V") <= 64 < problem.dim("D") and not key:
             rows["states"] = (128, 64, 8, 3)
         if device.capability >= (10, 0) and problem.dim("D") > 128:
@@ -105,7 +110,8 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
     if not half and device.capability >= (10, 0) and shared and problem.dim("D") > 64:
         # Three passes over chunks of 64 would take more tensor memory than Blackwell has.
         chunk_size = 32
-    tiles = {name: narrowed(row, problem) for name, row in rows.items()}
+    limits = slice(None if register_limits_measured(device) else 4)
+    tiles = {name: narrowed(row[limits], problem) for name, row in rows.items()}
     if single and problem.dim("T") >= splits * hopper.LEAST_TOKENS:
         tiles["out"] = next(iter(_hopper_tiles(problem, splits, device)), tiles["out"])
     precision = "tf32x3" if device.vendor == "nvidia" else "ieee"
@@ -203,6 +209,6 @@ def _shared(problem: Problem) -> bool:
 
 def narrowed(row: Sequence[int], problem: Problem) -> Tile:
     """The tile, limited to the width of the channels."""
-    block_k, block_v, num_warps, num_stages = row
+    block_k, block_v, num_warps, num_stages, *limit = row
     dim, values = padded(problem.dim("D")), padded(problem.dim("V"))
-    return Tile(min(block_k, dim), min(block_v, values), num_warps, num_stages)
+    return Tile(min(block_k, dim), min(block_v, values), num_warps, num_stages, False, *limit)

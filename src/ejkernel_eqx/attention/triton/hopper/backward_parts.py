@@ -1,12 +1,12 @@
-"""Parts of all three of Hopper's backward kernels: how programs come by tiles of keys, how these are loaded, and how `dq` is summed.
+"""Parts of all of Hopper's backward kernels: how programs come by tiles of keys, how these are loaded, and how `dq` is summed.
 
 The kernels are persistent, so that what they begin with is paid for once: a program takes the next tile of keys when it is free. The producer warp
 claims it and tells the others through a work queue. Tiles are claimed in one order, and a tile waits only for those before it, which others are at work
 on: it does not matter how many programs run at a time.
 
 The sum `dq` has one order, kept by a semaphore for each of its tiles: a tile of keys adds to a tile of queries after all tiles before it. All of them take
-the last queries first, of which causal masks let every key be seen, and all heads of a group for one tile of queries: a tile that is claimed with the one
-before it is behind by one addition, never by a tile."""
+the last queries first, of which causal masks let every key be seen, and all heads of a group for one tile of queries: a tile that is
+claimed with the one before it is behind by one addition, never by a tile."""
 
 from collections import namedtuple
 
@@ -16,7 +16,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import _core
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from ..tile import query_tiles
+from ....launch.constants import LOG2E
+from ..tile import coarse_of, query_tiles, sums_of
 from .forward_kernel import _described, _tiles_of
 from .scores import _capped, _log2, LEAST
 from .work_queue import (
@@ -31,18 +32,22 @@ from .work_queue import (
 )
 
 CONSUMERS = gl.constexpr(2)
-# Heads, padded channels and tiles. DQ_...: boxes of a tile of `dq`, their columns, and how many boxes shared memory holds; KEY_SLOTS: tiles of keys there.
-Sizes = namedtuple("Sizes", "H K D BLOCK_Q BLOCK_K NUM_STAGES GROUP DQ_BOXES DQ_COLUMNS DQ_SLOTS KEY_SLOTS WRITERS")  # fmt: skip
-# Shared memory for what is loaded, and its barriers.
-Buffers = namedtuple("Buffers", "k v q do lse delta")
+HALF_ROPE = gl.constexpr(32)
+"""Channels of a box of keys' second part."""
+# Heads, padded channels and tiles; R: channels of keys' second part, 0 without one; SHARED: all heads have the same; HEAD: channels of both. DQ_...: boxes of a tile of `dq`, their columns, and how many boxes shared memory holds; KEY_SLOTS: tiles of keys there.
+Sizes = namedtuple("Sizes", "H K D R SHARED HEAD BLOCK_Q BLOCK_K NUM_STAGES GROUP DQ_BOXES DQ_COLUMNS DQ_SLOTS KEY_SLOTS WRITERS")  # fmt: skip
+# Shared memory for what is loaded, and its barriers. Second parts are the first ones if there are none.
+Buffers = namedtuple("Buffers", "k v q do lse delta k_rope q_rope")
 Barriers = namedtuple("Barriers", "kv_full kv_empty q_full q_empty do_full do_empty")
-# Boxes of `dq` in shared memory, on their way from a consumer to a writer.
-DqBuffers = namedtuple("DqBuffers", "boxes full empty")
-Descs = namedtuple("Descs", "q k v do lse delta")
+# Boxes of `dq` in shared memory, on their way from a consumer to a writer; beside each the sums of the scores' gradients of four warps, if gates need them.
+DqBuffers = namedtuple("DqBuffers", "boxes ropes full empty sums")
+Descs = namedtuple("Descs", "q k v do lse delta q_rope k_rope")
 # Segments, and the first key and the one behind the last of each query.
 RowArrays = namedtuple("RowArrays", "q_segments kv_segments start end")
 # Bounds of tiles of keys, how many tiles come before one at each tile of queries, the counter of claims, and the semaphores.
 Tiles = namedtuple("Tiles", "bounds order counter semaphores")
+# Pointers: sums of gates as in `tile.HeadArrays`; of the scores' gradients over each key's queries [B, H, S], and over tiles of queries [B, H, tiles].
+Gates = namedtuple("Gates", "sums by_key by_tile")
 # A tile of keys, its row and key head, and the tiles of queries that see it, as in `query_tiles`.
 KeyTile = namedtuple("KeyTile", "n b g lo full_lo full_hi hi")
 
@@ -116,8 +121,17 @@ def _hidden(s, first_key, first_query, b, lengths, arrays, masking: gl.constexpr
 
 
 @gluon.jit
-def _weights(qk, lses, at, first_key, m, is_partly_hidden, b, lengths, arrays, scoring: gl.constexpr, masking: gl.constexpr):
-    """The weights `[64, BLOCK_Q]` of scores `qk` with the tile of queries `m`, whose log-sums are at `at`."""
+def _key_gates(gates, bh, first_key, lengths, layout: gl.constexpr):
+    """What gates take from scores of 64 keys [64], but for the coarse sums of queries; and where these are."""
+    sums_ptr, own_ptr = sums_of(gates.sums, gl.to_tensor(bh).to(gl.int64), lengths)
+    keys = first_key + gl.arange(0, 64, gl.SliceLayout(1, layout))  # [64]
+    rest = gl.load(sums_ptr + keys, mask=keys < lengths.S, other=0.0)  # [64]
+    return rest + coarse_of(sums_ptr, lengths.S, first_key), own_ptr + lengths.T
+
+
+@gluon.jit
+def _weights(qk, lses, at, first_key, m, is_partly_hidden, b, lengths, arrays, scoring: gl.constexpr, masking: gl.constexpr, taken=0.0):
+    """The weights `[64, BLOCK_Q]` of scores `qk` with the tile of queries `m`, whose log-sums are at `at`. `taken` [64]: by gates, of each key."""
     BLOCK_Q: gl.constexpr = qk.shape[1]
     if scoring.CAP > 0 and masking.GUARD:  # as in `scores._scored`
         if is_partly_hidden:
@@ -127,6 +141,8 @@ def _weights(qk, lses, at, first_key, m, is_partly_hidden, b, lengths, arrays, s
         if is_partly_hidden:
             qk = _hidden(qk, first_key, m * BLOCK_Q, b, lengths, arrays, masking, float("-inf"))
     lse = lses.index(at).reshape([BLOCK_Q]).load(gl.SliceLayout(0, qk.type.layout))  # [BLOCK_Q]
+    if scoring.GATES:
+        return gl.exp2(qk * (scoring.SCALE * LOG2E) - gl.expand_dims(taken, 1) - gl.expand_dims(lse, 0))
     # p = 2^(s - lse); capped scores are in units of log2 already.
     return gl.exp2(qk * (1.0 if scoring.CAP > 0 else scoring.MULTIPLIER) - gl.expand_dims(lse, 0))
 
@@ -146,24 +162,35 @@ def _score_gradients(p, dp, lses, deltas, at, scoring: gl.constexpr):
 
 
 @gluon.jit
-def _store_dq(dq, buffers, s, BOX: gl.constexpr, sizes: gl.constexpr, TRANSPOSED: gl.constexpr = False):
-    """Stores a box of the `dq` of step `s`, counted over all of the program's tiles, for the step's writer, and tells it when copies see it."""
+def _store_dq(dq, buffers, s, BOX: gl.constexpr, sizes: gl.constexpr, TRANSPOSED: gl.constexpr = False, sums=0.0, GATES: gl.constexpr = False):
+    """Stores a box of the `dq` of step `s`, counted over all of the program's tiles, for the step's writer, and tells it when copies see it. And `sums`
+    of the warps `[4]`, if there are `GATES`."""
+    full = _await_box(buffers, s, BOX, sizes)
+    slot = (s * sizes.DQ_BOXES + BOX) % sizes.DQ_SLOTS
+    box = buffers.boxes.index(slot).reshape([64, sizes.DQ_COLUMNS])
+    if TRANSPOSED:
+        box = box.permute((1, 0))
+    box.store(dq)
+    if GATES:
+        buffers.sums.index(slot).store(sums)
+    fence_async_shared()
+    mbarrier.arrive(full, count=1)
+
+
+@gluon.jit
+def _await_box(buffers, s, BOX: gl.constexpr, sizes: gl.constexpr):
+    """Waits until a box of step `s` is free. Returns the barrier by which its writer is told."""
     BOXES: gl.constexpr = sizes.DQ_BOXES
     number = s * BOXES + BOX
     before = number + (sizes.WRITERS * BOXES - sizes.DQ_SLOTS)  # the box that was in its slot, and a phase of the barriers before theirs
     step = before // BOXES
     mbarrier.wait(buffers.empty.index((step % sizes.WRITERS) * BOXES + before % BOXES), ((step // sizes.WRITERS) & 1) ^ 1)
-    box = buffers.boxes.index(number % sizes.DQ_SLOTS).reshape([64, sizes.DQ_COLUMNS])
-    if TRANSPOSED:
-        box = box.permute((1, 0))
-    box.store(dq)
-    fence_async_shared()
-    mbarrier.arrive(buffers.full.index((s % sizes.WRITERS) * BOXES + BOX), count=1)
+    return buffers.full.index((s % sizes.WRITERS) * BOXES + BOX)
 
 
 @gluon.jit
-def _writer(queue, buffers, dq_desc, tiles, lengths, W: gl.constexpr, sizes: gl.constexpr, masking: gl.constexpr):
-    """Adds `dq` of every `WRITERS`-th step, when all tiles of keys before this one have added theirs."""
+def _writer(queue, buffers, dq_descs, gates, tiles, lengths, W: gl.constexpr, sizes: gl.constexpr, masking: gl.constexpr, GATES: gl.constexpr):
+    """Adds `dq` of every `WRITERS`-th step, when all tiles of keys before this one have added theirs; with gates the sums beside it, too."""
     WRITERS: gl.constexpr = sizes.WRITERS
     BOXES: gl.constexpr = sizes.DQ_BOXES
     PARTS: gl.constexpr = BOXES if BOXES < CONSUMERS else CONSUMERS  # boxes that are added together
@@ -189,6 +216,7 @@ def _writer(queue, buffers, dq_desc, tiles, lengths, W: gl.constexpr, sizes: gl.
             # Each box is freed when it has been read; the semaphore is released when all are in device memory.
             semaphore_ptr = tiles.semaphores + (b * sizes.H + h) * count + m
             _await_semaphore(semaphore_ptr, before)
+            total = 0.0
             for pair in gl.static_range(BOXES // PARTS):
                 for part in gl.static_range(PARTS):
                     mbarrier.wait(buffers.full.index(W * BOXES + pair * PARTS + part), (s // WRITERS) & 1)
@@ -197,12 +225,23 @@ def _writer(queue, buffers, dq_desc, tiles, lengths, W: gl.constexpr, sizes: gl.
                     slot = (s * BOXES + pair * PARTS + part) % sizes.DQ_SLOTS
                     # The first tile of keys stores, the others add.
                     if before == 0:
-                        tma.async_copy_shared_to_global(dq_desc, [b, h, row, column], buffers.boxes.index(slot))
+                        tma.async_copy_shared_to_global(dq_descs[0], [b, h, row, column], buffers.boxes.index(slot))
+                        if sizes.R > 0:
+                            tma.async_copy_shared_to_global(dq_descs[1], [b, h, row, part * HALF_ROPE], buffers.ropes.index(slot))
                     else:
-                        _add(dq_desc, [b, h, row, column], buffers.boxes.index(slot))
+                        _add(dq_descs[0], [b, h, row, column], buffers.boxes.index(slot))
+                        if sizes.R > 0:
+                            _add(dq_descs[1], [b, h, row, part * HALF_ROPE], buffers.ropes.index(slot))
+                    if GATES:
+                        total += gl.sum(buffers.sums.index(slot).load(gl.BlockedLayout([1], [32], [1], [0])), 0)
                 tma.store_wait(0)
                 for part in gl.static_range(PARTS):
                     mbarrier.arrive(buffers.empty.index(W * BOXES + pair * PARTS + part), count=1)
+            if GATES:
+                sum_ptr = gates.by_tile + (b * sizes.H + h) * count + m
+                if before > 0:  # others have stored it: the first cache may hold what was there before
+                    total += gl.load(sum_ptr, cache_modifier=".cg")
+                gl.store(sum_ptr, total)
             _release_semaphore(semaphore_ptr, before)
         done += steps
         r += 1
@@ -219,6 +258,7 @@ def _loader(queue, buffers, barriers, descs, tiles, lengths, sizes: gl.constexpr
     SLOTS: gl.constexpr = sizes.KEY_SLOTS
     G: gl.constexpr = H // sizes.K
     WIDE: gl.constexpr = D > 128  # halves are channels, not keys
+    ROPES: gl.constexpr = 2 if sizes.R > 0 else 0
     kv_full, kv_empty, q_full, q_empty, do_full, do_empty = barriers
     count = (lengths.S + BLOCK_K - 1) // BLOCK_K * lengths.B * sizes.K
     done = 0  # steps of earlier tiles
@@ -230,18 +270,24 @@ def _loader(queue, buffers, barriers, descs, tiles, lengths, sizes: gl.constexpr
         # Keys and values of the tile, in two halves each.
         slot = r % SLOTS
         mbarrier.wait(kv_empty.index(slot), ((r // SLOTS) & 1) ^ 1)
-        mbarrier.expect(kv_full.index(slot), 2 * BLOCK_K * D * 2)
+        mbarrier.expect(kv_full.index(slot), 2 * BLOCK_K * D * 2 + ROPES * BLOCK_K * HALF_ROPE * 2)
         for half in gl.static_range(2):
             row = n * BLOCK_K + (0 if WIDE else half * 64)
             column = half * 128 if WIDE else 0
             tma.async_copy_global_to_shared(descs.k, [b, g, row, column], kv_full.index(slot), buffers.k.index(slot * 2 + half))
             tma.async_copy_global_to_shared(descs.v, [b, g, row, column], kv_full.index(slot), buffers.v.index(slot * 2 + half))
+            for part in gl.static_range(ROPES):
+                tma.async_copy_global_to_shared(descs.k_rope, [b, 0 if sizes.SHARED else g, row, part * HALF_ROPE], kv_full.index(slot), buffers.k_rope.index(half * 2 + part))
         # Queries and cotangents of every step.
         steps = (hi - lo) * G
         for e in range(steps):
             head, m = _step(e, hi, G)
             h = g * G + head
-            _load(descs.q, descs.lse, buffers.q, buffers.lse, q_full, q_empty, b, h, b * H + h, m * BLOCK_Q, done + e, sizes)
+            _load(descs.q, descs.lse, buffers.q, buffers.lse, q_full, q_empty, b, h, b * H + h, m * BLOCK_Q, done + e, sizes, ROPES)
+            for part in gl.static_range(ROPES):
+                at = (done + e) % sizes.NUM_STAGES
+                place = [b, h, m * BLOCK_Q, part * HALF_ROPE]
+                tma.async_copy_global_to_shared(descs.q_rope, place, q_full.index(at), buffers.q_rope.index(at * 2 + part))
             _load(descs.do, descs.delta, buffers.do, buffers.delta, do_full, do_empty, b, h, b * H + h, m * BLOCK_Q, done + e, sizes)
         done += steps
         r += 1
@@ -250,14 +296,14 @@ def _loader(queue, buffers, barriers, descs, tiles, lengths, sizes: gl.constexpr
 
 
 @gluon.jit
-def _load(desc, terms_desc, tiles, terms, full, empty, b, h, bh, row, s, sizes: gl.constexpr):
-    """Queries with the logarithms of their sums, or cotangents with their deltas, of step `s`."""
+def _load(desc, terms_desc, tiles, terms, full, empty, b, h, bh, row, s, sizes: gl.constexpr, ROPES: gl.constexpr = 0):
+    """Queries with the logarithms of their sums, or cotangents with their deltas, of step `s`; so many boxes of second parts come with them."""
     D: gl.constexpr = sizes.D
     STAGES: gl.constexpr = sizes.NUM_STAGES
     HALVES: gl.constexpr = 2 if D > 128 else 1
     at = s % STAGES
     mbarrier.wait(empty.index(at), ((s // STAGES) & 1) ^ 1)
-    mbarrier.expect(full.index(at), sizes.BLOCK_Q * (D * 2 + 4))
+    mbarrier.expect(full.index(at), sizes.BLOCK_Q * (D * 2 + 4 + ROPES * HALF_ROPE * 2))
     for half in gl.static_range(HALVES):
         tma.async_copy_global_to_shared(desc, [b, h, row, half * 128], full.index(at), tiles.index(at * HALVES + half))
     # The terms of the softmax, `[BLOCK_Q]`.
@@ -286,25 +332,39 @@ def _operands(pointers, lengths, terms, HEAD_D: gl.constexpr, HEAD_V: gl.constex
     STAGES: gl.constexpr = sizes.NUM_STAGES
     BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
     B, T, S, _ = lengths
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr = pointers
+    R: gl.constexpr = sizes.R
+    q_ptr, k_ptr, k_rope_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr = pointers
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    q_desc = _described(q_ptr, B, T, sizes.H, HEAD_D, BLOCK_Q, COLUMNS)
+    q_desc = _described(q_ptr, B, T, sizes.H, HEAD_D, BLOCK_Q, COLUMNS, R)
     do_desc = _described(do_ptr, B, T, sizes.H, HEAD_V, BLOCK_Q, COLUMNS)
-    k_desc = _described(k_ptr, B, S, sizes.K, HEAD_D, KEYS, COLUMNS)
+    OTHER: gl.constexpr = 0 if sizes.SHARED else R
+    k_desc = _described(k_ptr, B, S, sizes.K, HEAD_D, KEYS, COLUMNS, OTHER)
     v_desc = _described(v_ptr, B, S, sizes.K, HEAD_V, KEYS, COLUMNS)
-    dk_desc = _described(dk_ptr, B, S, sizes.K, HEAD_D, KEYS, COLUMNS)
+    dk_desc = _described(dk_ptr, B, S, sizes.K, HEAD_D, KEYS, COLUMNS, OTHER)
     dv_desc = _described(dv_ptr, B, S, sizes.K, HEAD_V, KEYS, COLUMNS)
-    dq_desc = _described(dq_ptr, B, T, sizes.H, HEAD_D, 64, sizes.DQ_COLUMNS)
+    dq_desc = _described(dq_ptr, B, T, sizes.H, HEAD_D, 64, sizes.DQ_COLUMNS, R)
     k = _tiles_of(dtype, sizes.KEY_SLOTS * 2, KEYS, COLUMNS)
     v = _tiles_of(dtype, sizes.KEY_SLOTS * 2, KEYS, COLUMNS)
     q = _tiles_of(dtype, STAGES * HALVES, BLOCK_Q, COLUMNS)
     do = _tiles_of(dtype, STAGES * HALVES, BLOCK_Q, COLUMNS)
     dqs = _tiles_of(gl.float32, sizes.DQ_SLOTS, 64, sizes.DQ_COLUMNS)
+    q_rope, k_rope, dq_ropes = q, k, dqs
+    q_rope_desc, k_rope_desc, dq_rope_desc = q_desc, k_desc, dq_desc
+    if R > 0:
+        q_rope_desc = _described(q_ptr + HEAD_D, B, T, sizes.H, R, BLOCK_Q, HALF_ROPE, HEAD_D)
+        if sizes.SHARED:
+            k_rope_desc = _described(k_rope_ptr, B, S, 1, R, KEYS, HALF_ROPE)
+        else:
+            k_rope_desc = _described(k_ptr + HEAD_D, B, S, sizes.K, R, KEYS, HALF_ROPE, HEAD_D)
+        dq_rope_desc = _described(dq_ptr + HEAD_D, B, T, sizes.H, R, 64, HALF_ROPE, HEAD_D)
+        q_rope = _tiles_of(dtype, STAGES * 2, BLOCK_Q, HALF_ROPE)
+        k_rope = _tiles_of(dtype, CONSUMERS * 2, KEYS, HALF_ROPE)
+        dq_ropes = _tiles_of(gl.float32, sizes.DQ_SLOTS, 64, HALF_ROPE)
     # The terms of the softmax, a row for each head.
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     lse_desc = tma.make_tensor_descriptor(lse_ptr, [B * sizes.H, terms], [terms, 1], [1, BLOCK_Q], layout)
     delta_desc = tma.make_tensor_descriptor(delta_ptr, [B * sizes.H, terms], [terms, 1], [1, BLOCK_Q], layout)
     lse = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_Q], layout)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_Q], layout)
-    descs = Descs(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc)
-    return descs, (dk_desc, dv_desc), dq_desc, Buffers(k, v, q, do, lse, delta), dqs
+    descs = Descs(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, q_rope_desc, k_rope_desc)
+    return descs, (dk_desc, dv_desc), (dq_desc, dq_rope_desc), Buffers(k, v, q, do, lse, delta, k_rope, q_rope), (dqs, dq_ropes)

@@ -12,7 +12,7 @@ NARROWEST, WIDEST = 64, 128
 PROGRAMS = 132
 """Programs that are started: one for each multiprocessor of the largest Hopper. Where there are fewer, the last ones find nothing left to do."""
 _CACHED_BYTES = 32 * 2**20
-_APART = {64: 32, 128: 32, 256: 16}  # by the padded head dim
+_APART = {64: 32, 128: 32, 192: 32, 256: 16}  # by the padded head dim
 _LEAST_LENGTH = 1024
 """Queries, and keys in a window, from which on this kernel is the default."""
 _LEAST_PROGRAMS = 2
@@ -22,6 +22,7 @@ _LEAST_PROGRAMS = 2
 _TILES: dict[int, tuple[tuple[int, int, int], ...]] = {
     64: ((64, 128, 3),),
     128: ((64, 128, 2),),
+    192: ((64, 128, 2),),
     256: ((64, 64, 1),),
 }
 
@@ -37,6 +38,8 @@ def not_chosen(problem: Problem, device: DeviceFacts) -> str:
     """Says why Triton's kernels are the default, as a clause without its subject; empty if they are not."""
     if (reason := tile_sizes.too_short(problem) or unfit(problem, device)) is not None:
         return reason
+    if tile_sizes.is_untested(problem):
+        return tile_sizes.UNTESTED
     if problem.flag("segments") or problem.flag("rows") or problem.flag("soft_cap"):
         return "was measured without segments, lengths and a soft cap: the tuner times both"
     if problem.dim("T") < _LEAST_LENGTH or _narrow(problem):
@@ -63,8 +66,13 @@ def problem_unfit(problem: Problem) -> str | None:
     """Says the same for any device."""
     if (reason := tile_sizes.problem_unfit(problem)) is not None:
         return reason
+    gated = problem.flag("log_forget")
+    if gated and (tile_sizes.padded_width(problem) != WIDEST or problem.dim("K") != problem.dim("H")):
+        return f"takes log_forget at head dims from {NARROWEST + 1} to {WIDEST}, with keys of each head"
     if problem.flag("tiles") or problem.flag("block_size"):
         return "takes no lists of tiles"
+    if tile_sizes.padded_width(problem) > 256:
+        return "takes head dims up to 256"
     if problem.flag("soft_cap") and tile_sizes.padded_width(problem) > WIDEST:
         return f"takes a soft cap at head dims up to {WIDEST}"
     return None
@@ -82,7 +90,7 @@ def tile_unfit(tile: Any, problem: Problem) -> str | None:
         return f"has num_warps=4, not {tile.num_warps}"
     if (tile.block_q, tile.block_k) not in {size[:2] for size in _TILES[width]}:
         return f"does not have tiles of {tile.block_q}x{tile.block_k} at head dims of {width}"
-    if (tile.num_stages == 1) != (width > WIDEST):
+    if (tile.num_stages == 1) != (width == 256):
         return f"does not have {tile.num_stages} stages at head dims of {width}"
     return None
 
@@ -90,10 +98,12 @@ def tile_unfit(tile: Any, problem: Problem) -> str | None:
 def shared_memory(tile: Any, problem: Problem) -> int:
     """The bytes that a program takes: keys and values, stages of queries and cotangents with their terms, gradients of the scores twice, parts of
     `dq`, barriers."""
-    width = tile_sizes.padded_width(problem)
-    keys = 2 * tile.block_k * width * 2
-    streamed = 2 * tile.num_stages * tile.block_q * (width * 2 + 4)
+    _, width, rope, _, _ = tile_sizes.widths_of(problem)
+    keys = 2 * tile.block_k * (2 * width + rope)
+    streamed = 2 * tile.num_stages * tile.block_q * (2 * width + 4 + rope)
     scores, parts = 2 * tile.block_k * tile.block_q * 2, 65536
+    if rope:  # score gradients and `dq` once
+        scores, parts = scores // 2, tile.block_q * (width + rope) * 4
     if width > WIDEST:  # and the weights
         scores *= 2
     if width <= NARROWEST:  # keys twice, and their gradients; a part for each of three writers

@@ -18,9 +18,10 @@ def attended(
     launch: Launcher, arrays: AttentionArrays, spec: AttentionSpec, tile: Any, group: int
 ) -> tuple[Array, Array]:
     """`out [B, T, H, V]`, `lse [B, H, T]`."""
-    (batch, queries, heads, dim), values = arrays.q.shape, arrays.v.shape[-1]
+    (batch, queries, heads, dim), values, rotary = arrays.q.shape, arrays.v.shape[-1], launch.numbers["R"]
+    width = tile_sizes.widths(dim, values, rotary)
     # Persistent programs: no more than there are tiles of queries.
-    programs = min(tile.hopper_programs, cdiv(queries, tile.block_q) * batch * heads)
+    programs = min(tile.hopper_programs, cdiv(queries, tile.block_q) * batch * heads * width.PARTS)
     # Whether tiles of keys may be hidden, wholly or partly.
     hides = spec.listed or spec.ranged or arrays.rows is not None or arrays.q_segments is not None
     outputs = {
@@ -30,8 +31,15 @@ def attended(
     if spec.listed:
         kernel, tables, numbers = _by_lists(arrays, spec, tile, group, programs)
     else:
-        kernel, tables, numbers = _by_tiles(launch, arrays, spec, tile, group, programs)
-        numbers["GUARD"] = hides
+        kernel, tables, numbers = _by_tiles(launch, arrays, spec, tile, group, programs, width)
+        numbers |= dict(
+            GUARD=hides,
+            D=width.first,
+            R=dim - width.first,
+            BLOCK_R=width.R,
+            SHARED=rotary > 0,
+            PARTS=width.PARTS,
+        )
         outputs = {"claims": result(1, dtype=jnp.int32), **outputs}
     results = launch(
         kernel,
@@ -39,9 +47,9 @@ def attended(
         outputs,
         programs,
         tables,
-        BLOCK_D=padded(dim, tile_sizes.NARROWEST),
-        BLOCK_V=padded(values, tile_sizes.NARROWEST),
-        RESCALE_THRESHOLD=tile_sizes.rescale_threshold(dim, spec.logits_soft_cap, hides),
+        BLOCK_D=width.D,
+        BLOCK_V=width.V,
+        RESCALE_THRESHOLD=tile_sizes.rescale_threshold(width.D, spec.logits_soft_cap, hides),
         name="forward_kernel",
         **numbers,
     )
@@ -53,20 +61,26 @@ _Parts = tuple[Any, dict[str, Any], dict[str, Any]]
 
 
 def _by_tiles(
-    launch: Launcher, arrays: AttentionArrays, spec: AttentionSpec, tile: Any, group: int, programs: int
+    launch: Launcher,
+    arrays: AttentionArrays,
+    spec: AttentionSpec,
+    tile: Any,
+    group: int,
+    programs: int,
+    width: Any,
 ) -> _Parts:
     """The kernel that goes from tile to tile of queries: by a schedule, or, if only the device knows what tiles see, as it claims them."""
     from .forward_kernel import hopper_forward_kernel
 
-    (batch, queries, heads, dim), keys = arrays.q.shape, arrays.k.shape[1]
-    in_place = tile_sizes.stores_in_place(tile, padded(dim, tile_sizes.NARROWEST))
+    (batch, queries, heads, _), keys = arrays.q.shape, arrays.k.shape[1]
+    in_place = tile_sizes.stores_in_place(tile, width)
     numbers: dict[str, Any] = dict(EVEN_K=keys % tile.block_k == 0, IN_PLACE=in_place)
     if arrays.rows is not None or arrays.q_segments is not None:
         # No schedule: the counter that programs claim tiles from is an output that begins as the zero of `bounds`.
         tables = {"schedule": None, **bounds(launch, arrays, spec, tile)}
         return hopper_forward_kernel, tables, numbers | {"aliases": {"no_claims": "claims"}}
     left, right = (-1 if side is None else side for side in (spec.left, spec.right))
-    table = schedule(batch * heads, queries, keys, spec.offset, left, right, tile.block_q, tile.block_k, group, programs)  # fmt: skip
+    table = schedule(batch * heads * width.PARTS, queries, keys, spec.offset, left, right, tile.block_q, tile.block_k, group, programs)  # fmt: skip
     absent = dict.fromkeys(("tiles", "kinds", "first", "past", "marks", "no_claims"))
     return hopper_forward_kernel, {"schedule": jnp.asarray(table), **absent}, numbers
 

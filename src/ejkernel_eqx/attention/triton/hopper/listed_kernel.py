@@ -128,7 +128,7 @@ def _consumer(buffers, barriers, out_desc, lse_ptr, sinks_ptr, lists, lengths, W
     BOUNDED: gl.constexpr = scoring.BOUNDED
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.BLOCK_V, 16])
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    qs, ks, vs, staging = buffers
+    qs, ks, vs, staging, _q_ropes, _k_ropes = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     T = lengths.T
     dtype: gl.constexpr = qs.index(0).dtype
@@ -255,7 +255,7 @@ def listed_forward_kernel(
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     CONSUMERS: gl.constexpr = BLOCK_Q // ROWS_EACH
     BOUNDED: gl.constexpr = CAP > 0 and MULTIPLIER <= BOUND and not SINKS and dtype == gl.bfloat16
-    sizes: gl.constexpr = Sizes(CONSUMERS, H, K, D, V, BLOCK_D, BLOCK_V, BLOCK_Q, BLOCK_K, NUM_STAGES)
+    sizes: gl.constexpr = Sizes(CONSUMERS, H, K, D, V, 0, True, 1, BLOCK_D, BLOCK_V, 0, BLOCK_Q, BLOCK_K, NUM_STAGES)
     scoring: gl.constexpr = Scoring(SCALE, CAP, FAST_TANH, MULTIPLIER, BOUNDED, RESCALE_THRESHOLD)
     masking: gl.constexpr = Masking(LEFT, RIGHT, False, False, False, False, True)
     q_desc = _described(q_ptr, B, T, H, D, ROWS_EACH, BLOCK_D)

@@ -72,7 +72,7 @@ def _consumer(queue, buffers, ds_buffers, outputs, barriers, row_arrays, tiles, 
     D: gl.constexpr = sizes.D
     NUM_STAGES: gl.constexpr = sizes.NUM_STAGES
     G: gl.constexpr = sizes.H // sizes.K
-    ks, vs, qs, dos, lses, deltas = buffers
+    ks, vs, qs, dos, lses, deltas, _k_ropes, _q_ropes = buffers
     kv_full, kv_empty, full, empty = barriers.kv_full, barriers.kv_empty, barriers.q_full, barriers.q_empty
     dk_desc, dv_desc = outputs.descs
     _, T, S, offset = lengths

@@ -11,7 +11,10 @@ from .assembly import cap_operands, cap_text, rescale_operands, rescale_text, wi
 from .work_queue import _uniform
 
 # From products to weights. BOUNDED: scores are so small that no maximum is needed. RESCALE_THRESHOLD: of lazy rescaling, in units of log2.
-Scoring = namedtuple("Scoring", "SCALE CAP FAST_TANH MULTIPLIER BOUNDED RESCALE_THRESHOLD")
+# GATES: of forget gates, which are subtracted from scores in units of log2.
+Scoring = namedtuple(
+    "Scoring", "SCALE CAP FAST_TANH MULTIPLIER BOUNDED RESCALE_THRESHOLD GATES", defaults=(False,)
+)
 # Which keys are hidden. TABLE: ROWS or SEGMENTS; GUARD: whether any tile of keys is partly hidden, in the forward except for keys past the end.
 Masking = namedtuple("Masking", "LEFT RIGHT ROWS SEGMENTS TABLE EVEN_K GUARD")
 Lengths = namedtuple("Lengths", "B T S offset")
@@ -123,23 +126,26 @@ def _log2(x):
 
 
 @gluon.jit
-def _softmax(s, top, total, scoring: gl.constexpr, GUARD: gl.constexpr):
+def _softmax(s, top, total, scoring: gl.constexpr, GUARD: gl.constexpr, far=0.0):
     """Weights of a tile of scores, what earlier sums are scaled by, and the new maximum and denominator, as in Triton's kernel. `BOUNDED`: without a maximum,
     and so nothing to scale: a soft cap keeps the weights far from the ends of their range. Lazy rescaling: a maximum that grows by no more than
-    `RESCALE_THRESHOLD` stays what it was: weights and sums have room for it, and sums are not scaled."""
+    `RESCALE_THRESHOLD` stays what it was: weights and sums have room for it, and sums are not scaled. `far`: what gates take from all scores besides."""
     MULTIPLIER: gl.constexpr = 1.0 if scoring.CAP > 0 else scoring.MULTIPLIER
     if scoring.BOUNDED:  # `s` are the weights
         return s, top, top, total + _own_sum(s)
+    most = gl.max(s, 1) * MULTIPLIER  # [64]
+    if scoring.GATES:
+        most -= far
     if scoring.RESCALE_THRESHOLD > 0:
-        most = gl.max(s, 1) * MULTIPLIER  # [64]
         new_top = gl.where(most > top + scoring.RESCALE_THRESHOLD, most, top)  # [64]
     else:
-        new_top = gl.maximum(top, gl.max(s, 1) * MULTIPLIER)  # [64]
+        new_top = gl.maximum(top, most)  # [64]
     shift = new_top
     # Rows that have seen no key yet: minus infinity from itself would be NaN.
     if GUARD:
         shift = gl.where(new_top == float("-inf"), 0.0, new_top)  # [64]
-    p = gl.exp2(s * MULTIPLIER - gl.expand_dims(shift, 1))  # [64, BLOCK_K]
+    lower = shift + far if scoring.GATES else shift  # [64]
+    p = gl.exp2(s * MULTIPLIER - gl.expand_dims(lower, 1))  # [64, BLOCK_K]
     alpha = gl.exp2(top - shift)  # [64]
     # Each thread keeps the sums of its own columns.
     decay = gl.convert_layout(alpha, gl.SliceLayout(1, total.type.layout), assert_trivial=True)

@@ -1,15 +1,18 @@
 """Choice of Hopper's forward kernel and of its tiles, and reasons against it."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ....dispatch import DeviceFacts, Problem
 from ....launch import gluon_unavailable
 from ....launch.sizes import cdiv, padded
+from ...log_forget import CHUNK
 
 NARROWEST = 64
 """The least channels of a tile; fewer are padded."""
+WIDEST = 512
+UNTESTED = "was not tested on a GPU with such head dims: the tuner times both"
 LEAST_QUERIES = 128
 """Queries from which on this kernel is used: fewer do not fill a tile."""
 _MULTIPROCESSORS = 132
@@ -19,7 +22,6 @@ _REFUSED = {
     "bias": "takes no bias",
     "mask": "takes no mask of all scores",
     "alibi_slopes": "takes no ALiBi slopes",
-    "log_forget": "takes no log_forget",
     "dropout": "has no dropout",
     "score_mod": "takes no score_mod",
     "negative_scale": "takes positive scales",
@@ -32,7 +34,9 @@ Sizes = tuple[int, int, int]
 _TILES: dict[int, tuple[Sizes, ...]] = {
     64: ((192, 128, 2), (128, 128, 4), (192, 128, 4)),
     128: ((128, 128, 2),),
+    192: ((128, 128, 2), (128, 64, 4)),
     256: ((128, 64, 2),),
+    512: ((128, 64, 1), (128, 32, 2)),
 }
 # The same for lists of tiles, beside which queries take two places.
 _LISTED: dict[int, tuple[Sizes, ...]] = {
@@ -49,11 +53,13 @@ _RESCALE_THRESHOLDS = {128: (8, 0), 256: (8, 8)}
 _COSTS = {128: (1.0, 0.55, 0.25), 192: (1.21, 0.85, 0.5)}
 # By the padded head dim: how long programs must have work, in the same unit, for this kernel to be faster under a causal mask or a window. Smaller
 # tiles share less work more evenly, and start sooner. Without a mask it was faster even with a tile for every second program.
-_LEAST_TIME = {64: 24.0, 128: 10.0, 256: 10.0}
+_LEAST_TIME = {64: 24.0, 128: 10.0, 192: 10.0, 256: 10.0, 512: 0.0}
 _POSSIBLE = {
     64: ((128, 64), (128, 128), (192, 64), (192, 128)),
     128: ((128, 64), (128, 128)),
+    192: ((128, 64), (128, 128)),
     256: ((128, 64),),
+    512: ((128, 32), (128, 64)),
 }
 
 
@@ -65,7 +71,9 @@ def tiles(problem: Problem, device: DeviceFacts) -> list[tuple[int, ...]]:
     if _listed(problem):
         listed = _LISTED[padded_width(problem)]
         return [(q, k, 4, stages, 0, programs) for q, k, stages in listed if not _cuts_blocks(q, k, problem)]
-    sizes = list(_TILES[padded_width(problem)])
+    sizes = [
+        size for size in _TILES[padded_width(problem)] if size[0] <= CHUNK or not problem.flag("log_forget")
+    ]
     window: Any = problem.flag("window") or (None, None)
     if problem.flag("segments") or problem.flag("soft_cap") or window[0] is not None:
         # Beside segments three consumers would spill, beside the others they were measured to be slower.
@@ -105,6 +113,8 @@ def not_chosen(problem: Problem, device: DeviceFacts) -> str:
         return reason
     if _listed(problem):
         return _lists_not_chosen(problem, device)
+    if is_untested(problem):
+        return UNTESTED
     width, is_masked = padded_width(problem), problem.flag("window") is not None
     if width == 64 and is_masked and problem.flag("soft_cap"):
         return "was measured to be slower with a mask and a soft cap at head dims up to 64"
@@ -118,6 +128,12 @@ def _lists_not_chosen(problem: Problem, device: DeviceFacts) -> str:
         return "was not measured to be faster with such lists of tiles: the tuner times both"
     count = problem.dim("B") * problem.dim("H") * cdiv(problem.dim("T"), 128)
     return "" if count >= multiprocessors(device) else "is for lists of more tiles"
+
+
+def is_untested(problem: Problem) -> bool:
+    """Tells whether keys of a head's own are in two parts up to 256 channels."""
+    width = widths_of(problem)
+    return 0 < width.R < 256 and not rotary(problem)
 
 
 def multiprocessors(device: DeviceFacts) -> int:
@@ -141,9 +157,17 @@ def problem_unfit(problem: Problem) -> str | None:
             return reason
     if problem.dtype("qkv") not in ("bfloat16", "float16"):
         return f"takes bfloat16 and float16, not {problem.dtype('qkv')}"
-    dim, values = problem.dim("D"), problem.dim("V")
-    if padded(dim, NARROWEST) != padded(values, NARROWEST):
-        return f"takes head dims of keys and values that are padded to one size, not {dim} and {values}"
+    dim, values, width = problem.dim("D"), problem.dim("V"), widths_of(problem)
+    if problem.flag("log_forget") and (
+        problem.flag("soft_cap") or _listed(problem) or width.R or width.D > 256
+    ):
+        return "takes no soft cap, no lists of tiles and no head dims above 256 or of two parts beside log_forget"
+    if rotary(problem) and (width.first % 8 or width.D + width.R != 192):
+        return "takes keys in two parts of 65 to 128 and of up to 64 channels, of whole 16 bytes"
+    if width.D != width.V or max(dim, values) > WIDEST:
+        return (
+            f"takes head dims up to {WIDEST}, of keys and values padded to one size, not {dim} and {values}"
+        )
     if dim % 8 or values % 8:
         return f"takes head dims of whole 16 bytes, not of {' and '.join(map(str, dict.fromkeys((dim, values))))} numbers"
     if _listed(problem) and (reason := _lists_unfit(problem)) is not None:
@@ -192,30 +216,59 @@ def tile_unfit(tile: Any, problem: Problem) -> str | None:
     return f"does not have tiles of {tile.block_q}x{tile.block_k} at head dims of {width}{' for these lists' if lists else ''}"
 
 
-def rescale_threshold(dim: int, soft_cap: float | None, hides: bool) -> int:
+def rescale_threshold(width: int, soft_cap: float | None, hides: bool) -> int:
     """The threshold of lazy rescaling; `hides`: whether tiles of keys may be hidden, wholly or partly. A soft cap bounds the weights anyway."""
-    hiding, plain = _RESCALE_THRESHOLDS.get(padded(dim, NARROWEST), (0, 0))
+    hiding, plain = _RESCALE_THRESHOLDS.get(width, (0, 0))
     return 0 if soft_cap else hiding if hides else plain
 
 
 def shared_memory(tile: Any, problem: Problem) -> int:
     """The bytes that a program takes: queries, stages of keys and values, the output if it has its own place, barriers."""
-    width = padded_width(problem)
+    width = widths_of(problem)
     places = 3  # with lists: two tiles of queries, and the output
     if not _listed(problem):
         places = 1 if stores_in_place(tile, width) else 2
-    return places * tile.block_q * width * 2 + _streamed(tile, width)
+    return places * tile.block_q * width.D * 2 + _others(tile, width)
 
 
-def stores_in_place(tile: Any, width: int) -> bool:
+class Widths(NamedTuple):
+    """Channels of the first part of a key, and those of tiles: of both parts of queries and keys, and of `PARTS` parts of values."""
+
+    first: int
+    D: int
+    R: int
+    V: int
+    PARTS: int
+
+
+def widths(dim: int, values: int, rotary: int = 0) -> Widths:
+    """Keys are in two parts if heads share the last channels, and at sizes that one part would pad too far or that no tile of it holds."""
+    first = dim - rotary if rotary else min(dim, 128 if dim <= 192 and values <= 128 else 256)
+    second, parts = dim - first, cdiv(values, 256)
+    rope = 0 if second == 0 else 256 if first == 256 else padded(second, NARROWEST)
+    return Widths(first, padded(first, NARROWEST), rope, padded(min(values, 256), NARROWEST), parts)
+
+
+def widths_of(problem: Problem) -> Widths:
+    return widths(problem.dim("D"), problem.dim("V"), rotary(problem))
+
+
+def stores_in_place(tile: Any, width: Widths) -> bool:
     """Tells whether the output takes the place of the queries, whose successors then wait for it."""
-    return 2 * tile.block_q * width * 2 + _streamed(tile, width) > _MOST_SHARED
+    return 2 * tile.block_q * width.D * 2 + _others(tile, width) > _MOST_SHARED
 
 
-def _streamed(tile: Any, width: int) -> int:
-    return 2 * tile.num_stages * tile.block_k * width * 2 + 1024
+def _others(tile: Any, width: Widths) -> int:
+    """Stages of keys and values, second parts of queries, and barriers."""
+    return 2 * (tile.num_stages * tile.block_k * (2 * width.D + width.R) + tile.block_q * width.R) + 1024
+
+
+def rotary(problem: Problem) -> int:
+    """The channels of keys that all heads share, in latent attention."""
+    return dict(problem.dims).get("Dr", 0)
 
 
 def padded_width(problem: Problem) -> int:
-    """Channels of a tile."""
-    return padded(problem.dim("D"), NARROWEST)
+    """Channels of a tile of keys."""
+    width = widths_of(problem)
+    return width.D + width.R

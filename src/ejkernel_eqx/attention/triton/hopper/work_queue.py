@@ -80,6 +80,13 @@ def _uniform(number):
 
 
 @gluon.jit
+def _zero(count):
+    """0, of a number that is not negative, which the compiler is not told. Places in shared memory that it adds to are no constants, of whose products it
+    would keep all addresses in registers, or spill them."""
+    return gl.minimum(count, 0)
+
+
+@gluon.jit
 def _barriers_of(COUNT: gl.constexpr, READERS: gl.constexpr, WRITERS: gl.constexpr = 1):
     """A barrier for every buffer that all its writers have filled, mostly one load, and one for every buffer that all its readers have read."""
     full = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())

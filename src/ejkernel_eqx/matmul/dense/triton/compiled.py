@@ -8,16 +8,16 @@ from jax import Array
 from ....core.by_example import by_example, gradients_by
 from ....core.platforms import Interpreted, kernels_unavailable
 from ....dispatch import DeviceFacts, FORWARD, Problem
-from ....launch import Launcher, NOTHING, result
+from ....launch import gluon_unavailable, Launcher, NOTHING, result
 from ....launch.fields import check_fields, Float32Dot
 from ....launch.sizes import too_large
 from ....normalization.spec import NormArrays, NormSpec
 from ....normalization.triton import compiled as norms
-from ....quantised.format import BITS, form_of, SCALES
+from ....quantised.format import form_of
 from ...triton.call import ACTIVATIONS, OPERANDS
 from .. import xla
-from ..spec import BIASES, CODED, MatmulArrays, MatmulSpec, RESULTS, RIGHTS
-from . import kernel
+from ..spec import BIASES, CODED, is_of_many, MatmulArrays, MatmulSpec, RESULTS, RIGHTS
+from . import kernel, many
 from .tile_sizes import programs_of, shared_memory, tiles, unit_of
 from .tile_sizes import RowsTile as RowsTile
 
@@ -36,6 +36,8 @@ class TritonConfig:
     float32_dot: Float32Dot = "tf32x3"
     fast_sigmoid: bool = True
     """Whether the activation uses NVIDIA's approximate instructions (error 2e-7)."""
+    floats_apart: bool = False
+    """Whether a kernel makes floats of quantised weights first, by which XLA multiplies."""
 
     __post_init__ = check_fields
 
@@ -62,18 +64,35 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
 
 def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     """Configurations worth timing, the heuristic first."""
+    # Of these, Triton's kernel is for few rows.
+    coded = problem.flag("weights") is not None and problem.dim("B") * problem.dim("M") > 4
+    floats = TritonConfig(RowsTile(64, 64, 64, 4, 3), floats_apart=True)
+    ranked = (
+        [TritonConfig(tile) if tile else floats for tile in many.ranked(problem, device)] if coded else []
+    )
+    if is_of_many(problem):
+        return ranked
+    hopper = [config for config in ranked if config is not floats]
     nvidia = device.vendor == "nvidia"
     # With one row, a program's norm costs less than a launch. It leaves rows unscaled, which float16 may not hold.
     most = 2 if problem.flag("weights") is None else 1
     few = problem.dim("B") * problem.dim("M") <= most and problem.dtype("x") != "float16"
     apart = bool(problem.flag("norm")) and not few
     precision = "tf32x3" if nvidia else "ieee"
-    return [TritonConfig(tile, apart, precision, nvidia) for tile in tiles(problem, device)]
+    of_few = [TritonConfig(tile, apart, precision, nvidia) for tile in tiles(problem, device)]
+    return hopper + of_few if coded and many.is_preferred(problem) else of_few + hopper
 
 
 def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str | None:
     """The reason why rows are not normalised before they are rounded, or the tile cannot fit the device's shared memory, by an estimate."""
     tile = config.tile
+    if problem.flag("weights") is None and (config.floats_apart or tile.hopper_programs):
+        return "floats_apart and hopper_programs are for quantised weights"
+    if config.floats_apart:
+        return None
+    if tile.hopper_programs:
+        reason = gluon_unavailable(device) or many.unfit(problem, tile)
+        return reason and f"the kernel with hopper_programs={tile.hopper_programs} {reason}"
     if problem.flag("norm") and problem.dtype("x") == "float16" and not config.norm_apart:
         return "norm_apart=False leaves rows unscaled, which may be too large for float16"
     if problem.flag("weights") is None:
@@ -94,6 +113,8 @@ def forward(
 
 def _forward(arrays: MatmulArrays, spec: MatmulSpec, config: TritonConfig) -> dict[str, Array]:
     batch, rows, features = arrays.x.shape
+    if config.floats_apart or config.tile.hopper_programs:
+        return many.multiply(arrays, spec, None if config.floats_apart else config.tile)
     if spec.eps is not None and config.norm_apart:
         norm = norms.TritonConfig(norms.NormTile(1, 4), norms.NormTile(1, 4))
         normed = norms.forward(
@@ -102,7 +123,6 @@ def _forward(arrays: MatmulArrays, spec: MatmulSpec, config: TritonConfig) -> di
         arrays, spec = arrays._replace(x=normed["out"], norm=None), dataclasses.replace(spec, eps=None)
     columns = [right.shape[0] for right in arrays.rights][: spec.count]
     form = spec.format
-    rows_alike, columns_alike = (0, 0) if form is None else form.block
     numbers: dict[str, Any] = {
         "M": batch * rows,
         "K": features,
@@ -119,15 +139,11 @@ def _forward(arrays: MatmulArrays, spec: MatmulSpec, config: TritonConfig) -> di
         "OPERAND": OPERANDS[arrays.x.dtype.name],
         "PRECISION": config.float32_dot,
         "STAGES": config.tile.num_stages,
-        # Elements and dtypes of scales by their places.
-        "ELEMENT": 0 if form is None else 1 + [*BITS].index(form.element),
-        "ROWS": rows_alike,
-        "COLUMNS": 0 if columns_alike >= features else columns_alike,
-        "SCALE": 0 if form is None else [*SCALES].index(form.scale),
         "ZEROS": arrays.zeros is not None,
         "FACTOR": arrays.factor is not None,
-        "UNIT": 0 if form is None else unit_of(form, features, config.tile.block_k),
     }
+    unit = 0 if form is None else unit_of(form, features, config.tile.block_k)
+    numbers |= many.constants_of(form, features, unit)
     numbers |= {f"N{i}": n for i, n in enumerate((*columns, 0, 0)[:3])}
     numbers |= {name.upper(): getattr(arrays, name) is not None for name in BIASES}
     outputs = {name: result(batch, rows, n, dtype=arrays.x.dtype) for name, n in zip(RESULTS, columns)}
@@ -142,8 +158,8 @@ def _forward(arrays: MatmulArrays, spec: MatmulSpec, config: TritonConfig) -> di
     return {name: made[name] for name in outputs}
 
 
-# By XLA: few rows are for decoding, which has no gradients.
-backward = gradients_by(xla.apply)
+# By XLA: few rows are for decoding, which has no gradients, and gradients of many are products.
+backward = gradients_by(lambda arrays, spec: xla.apply(*many.with_floats(arrays, spec)))
 
 
 _SMALL = TritonConfig(RowsTile(64, 16, 32, 4, 1), True)

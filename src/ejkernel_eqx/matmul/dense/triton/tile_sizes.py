@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from ....dispatch import DeviceFacts, Problem
-from ....launch.fields import check_fields, Count, Power, Warps
+from ....launch.fields import check_fields, Count, Power, Programs, Warps
 from ....launch.sizes import cdiv, numbers_of, padded, shared_memory_of
 from ....quantised import QuantFormat
 from ....quantised.format import form_of
@@ -15,7 +15,10 @@ from ..spec import columns_of, FEW_ROWS
 @dataclasses.dataclass(frozen=True)
 class RowsTile:
     """A program multiplies `block_m` rows by `block_n` rows of the weights, `block_k` features at a time. With less than 16 rows it multiplies
-    without tensor cores. Of quantised weights, `split_k` groups of warps take so many features each."""
+    without tensor cores. Of quantised weights, `split_k` groups of warps take so many features each.
+
+    `hopper_programs`: how many programs of Hopper's kernel of many rows by quantised weights go from tile to tile; 0 for Triton's kernel, with a
+    program for each tile."""
 
     block_m: Power
     block_n: Power
@@ -23,6 +26,7 @@ class RowsTile:
     num_warps: Warps
     num_stages: Count
     split_k: Power = 1
+    hopper_programs: Programs = 0
 
     __post_init__ = check_fields
 

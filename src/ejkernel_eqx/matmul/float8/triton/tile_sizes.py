@@ -5,7 +5,7 @@ import dataclasses
 from ....dispatch import DeviceFacts, Problem
 from ....launch import gluon_unavailable
 from ....launch.fields import Block, check_fields, Count, Programs, Warps
-from ....launch.sizes import fitting
+from ....launch.sizes import cdiv, fitting
 from ..spec import GROUP
 
 LEAST_ROWS = 129
@@ -48,8 +48,9 @@ def tiles(problem: Problem, device: DeviceFacts) -> list[ScaledTile]:
     if not_chosen(problem, device) is None:
         programs = device.num_multiprocessors or 132
         hopper = [ScaledTile(*sizes, hopper_programs=programs) for sizes in _HOPPER]
-        # Tiles of 256 rows where there are two of them.
-        made = (hopper if rows >= 512 else hopper[2:]) + made
+        # Tiles of 256 rows where there are two of them, and more than half the programs have one.
+        enough = 2 * cdiv(rows, 256) * cdiv(problem.dim("N"), 128) > programs
+        made = (hopper if rows >= 512 and enough else hopper[2:]) + made
     return fitting(made, shared_memory, device) or [SMALLEST]
 
 

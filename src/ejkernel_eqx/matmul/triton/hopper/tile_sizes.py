@@ -16,15 +16,19 @@ _NUMBERS = 128 * 256
 
 Sizes = tuple[int, int, int, int, int, bool]
 
-_MANY_ROWS = 1024
+_MANY_ROWS, _SOME_ROWS = 1024, 512
 """Rows of a group, on average, from which on consumers that alternate, or wide tiles, are faster: few tiles are not full, and the end of a tile or
-what it reads from L2 counts more."""
+what it reads from L2 counts more. From `_SOME_ROWS` on consumers alternate if the contracted axis has `_DEEP` numbers."""
+_DEEP, _DEEPEST = 4096, 8192
+"""Numbers of the contracted axis from which on the end of a tile counts little beside what it reads: of `_DEEPEST`, wide tiles are faster still."""
 
 # Rows, columns, contracted axis, stages, swizzle, whether consumers alternate; best first.
 _WIDE: tuple[Sizes, ...] = (
     (128, 128, 64, 6, 4, True), (128, 256, 64, 4, 16, False),
     (128, 128, 64, 6, 8, True), (128, 256, 64, 4, 8, False),
 )  # fmt: skip
+_DEEP_WIDE = (_WIDE[1], _WIDE[3], _WIDE[0], _WIDE[2])
+_ALTERNATING = (_WIDE[2], _WIDE[0])
 _PRODUCTS: tuple[Sizes, ...] = (
     (128, 128, 64, 6, 8, False), (128, 256, 64, 4, 16, False),
     (128, 128, 64, 6, 16, False), (256, 128, 64, 4, 8, False),
@@ -44,8 +48,8 @@ def tiles(kernel: str, problem: Problem, device: DeviceFacts) -> list[GroupedTil
     if not_chosen(kernel, problem, device):
         return []
     sizes = _RIGHT if kernel == "rhs" else _GATED if _is_double(kernel, problem) else _PRODUCTS
-    if sizes is _PRODUCTS and problem.dim("M") >= _MANY_ROWS * problem.dim("E"):
-        sizes = tuple(dict.fromkeys(_WIDE + _PRODUCTS))
+    if sizes is _PRODUCTS:
+        sizes = tuple(dict.fromkeys(_preferred(kernel, problem) + _PRODUCTS))
     programs = device.num_multiprocessors or _MULTIPROCESSORS
     fitting = [
         GroupedTile(m, n, k, 4, stages, swizzle, programs, each) for m, n, k, stages, swizzle, each in sizes
@@ -53,6 +57,15 @@ def tiles(kernel: str, problem: Problem, device: DeviceFacts) -> list[GroupedTil
     fitting = [tile for tile in fitting if tile_unfit(kernel, tile, problem) is None]
     # Waste counts in coarse steps, so tiles of similar waste keep their order.
     return sorted(fitting, key=lambda tile: int(16 * waste(kernel, tile, problem)))
+
+
+def _preferred(kernel: str, problem: Problem) -> tuple[Sizes, ...]:
+    """The tiles of many rows, by how many there are and how long the sums are."""
+    rows = problem.dim("M") // max(problem.dim("E"), 1)
+    depth = problem.dim("K" if kernel == "forward" else "N")
+    if rows >= _MANY_ROWS:
+        return _WIDE if depth < _DEEPEST else _DEEP_WIDE
+    return _ALTERNATING if rows >= _SOME_ROWS and depth >= _DEEP else ()
 
 
 def not_chosen(kernel: str, problem: Problem, device: DeviceFacts) -> str:

@@ -1,4 +1,4 @@
-"""Preferred tiles of the Triton kernels and the shared memory they take."""
+"""As `tile_sizes.py`, for keys whose second part all heads share (`latent/`)."""
 
 from typing import Any
 
@@ -46,6 +46,9 @@ def choices(kernel: str, problem: Problem, device: DeviceFacts) -> list[Sizes]:
         first = tiles[-1] if device.capability < (9, 0) else _BESIDE_RANGES
         return list(dict.fromkeys([first, *tiles]))
     return list(tiles)
+
+
+preferred = choices
 
 
 def _is_ragged(problem: Problem) -> bool:
