@@ -391,7 +391,10 @@ _MOST_WHOLE = 16384  # tokens
 
 def _part(problem: LinearProblem, name: str, x: Array) -> Array:
     """Takes, of many tokens, every fourth head (or channel of the selective scan), which takes a quarter of the memory."""
-    axis = {"A": 0, "D": 0, "dt_bias": 0, "state": 1}.get(name, 2)
+    heads = (
+        3 if problem.member == "delta product" and name in ("k", "v", "beta") else 2
+    )  # behind the writes of a token
+    axis = {"A": 0, "D": 0, "dt_bias": 0, "state": 1}.get(name, heads)
     if problem.B * problem.T <= _MOST_WHOLE or name in ("B", "C"):
         return x
     return lax.slice_in_dim(x, 0, None, _PART, axis)
