@@ -179,7 +179,9 @@ def test_what_no_platform_takes_is_said_at_construction():
                 platform="triton-interpret", tune_for=ejx.inputs(double, double, double, return_lse=True)
             )
     module = ejx.FlashAttention(platform="triton-interpret")
-    with pytest.raises(UnsupportedError, match="on platform 'triton-interpret': takes head dims above 256 by Hopper's"):
+    with pytest.raises(
+        UnsupportedError, match="on platform 'triton-interpret': takes head dims above 256 by Hopper's"
+    ):
         eqx.filter_eval_shape(module, wide, wide, wide)
 
 

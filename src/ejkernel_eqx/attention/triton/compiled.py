@@ -208,12 +208,17 @@ def _needed_memory(kernel: str, problem: Problem, device: DeviceFacts, tile: Til
     return _sizes_of(problem).shared_memory(kernel, problem, device, tile)
 
 
-def _check_hopper(
+def _check_tile(
     kernel: str, config: TritonConfig, arrays: AttentionArrays, spec: AttentionSpec, k_rope: Array | None
 ) -> None:
-    """`ValueError` if the configuration has Hopper's kernel for a call that it cannot run."""
-    tile, choice = getattr(config, kernel), _HOPPER[kernel]
-    if not tile.hopper_programs:
+    """`ValueError` if the configuration has Hopper's kernel for a call that it cannot run, or a tile with more gates than a chunk of their sums."""
+    tile, choice = getattr(config, kernel), _HOPPER.get(kernel)
+    if arrays.log_forget is not None and max(tile.block_q, tile.block_k) > log_forget.CHUNK:
+        raise ValueError(
+            f"config: expected tiles of up to {log_forget.CHUNK} queries and keys in {kernel} with log_forget, received "
+            f"{tile.block_q}x{tile.block_k}."
+        )
+    if choice is None or not tile.hopper_programs:
         return
     problem = problem_of("attention", arrays, spec)
     if k_rope is not None:
@@ -234,7 +239,7 @@ def forward(
 ) -> tuple[Array, Array]:
     """`out [B, T, H, V]`, `lse [B, H, T]`. `k_rope [B, S, R]`: keys that all heads share, of the last channels of the queries."""
     tile = config.forward
-    _check_hopper("forward", config, arrays, spec, k_rope)
+    _check_tile("forward", config, arrays, spec, k_rope)
     arrays, spec = explicit_ranges(arrays, spec)
     launch = launcher(arrays, spec, config, k_rope)
     if tile.hopper_programs and arrays.k.shape[1] > 0:
@@ -283,7 +288,8 @@ def gradients(
     if max(arrays.q.shape[-1], arrays.v.shape[-1]) > MAX_HEAD_DIM:
         tile = xla.XlaTile(config.key_gradient.block_q, config.key_gradient.block_k)
         return xla.backward(arrays, spec, xla.XlaConfig(tile, tile), out, lse, dout, dlse), None
-    _check_hopper("key_gradient", config, arrays, spec, k_rope)
+    for kernel in ("key_gradient", "query_gradient"):
+        _check_tile(kernel, config, arrays, spec, k_rope)
     arrays, spec = explicit_ranges(arrays, spec)
     delta, empty = row_terms(arrays, out, lse, dout, dlse)
     if arrays.bias is not None:

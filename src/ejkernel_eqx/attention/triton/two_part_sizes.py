@@ -5,7 +5,6 @@ from typing import Any
 from ...dispatch import DeviceFacts, Problem
 from ...launch.sizes import padded
 
-KERNELS = ("forward", "key_gradient", "query_gradient")
 Sizes = tuple[int, ...]  # block_q, block_k, num_warps, num_stages
 
 # For 16-bit inputs, by the padded size of the widest part, best first; small ones last, for devices with little shared memory.

@@ -71,7 +71,7 @@ def problem_unfit(problem: Problem) -> str | None:
         return f"takes log_forget at head dims from {NARROWEST + 1} to {WIDEST}, with keys of each head"
     if problem.flag("tiles") or problem.flag("block_size"):
         return "takes no lists of tiles"
-    if tile_sizes.padded_width(problem) > 256:
+    if max(problem.dim("D"), problem.dim("V")) > 256:
         return "takes head dims up to 256"
     if problem.flag("soft_cap") and tile_sizes.padded_width(problem) > WIDEST:
         return f"takes a soft cap at head dims up to {WIDEST}"

@@ -425,7 +425,7 @@ def _load_keys(descs, b, head, row, buffers, full, empty, at, sizes: gl.constexp
     if APART:
         mbarrier.wait(empty.index(1), (at & 1) ^ 1)
         mbarrier.expect(full.index(1), sizes.BLOCK_K * sizes.BLOCK_R * 2)
-        tma.async_copy_global_to_shared(descs[1], [b, head, row, 0], full.index(1), buffers.k_rope.index(0))
+        tma.async_copy_global_to_shared(descs[1], [b, 0 if sizes.SHARED else head, row, 0], full.index(1), buffers.k_rope.index(0))
     elif sizes.R > 0:
         s = at % sizes.NUM_STAGES
         tma.async_copy_global_to_shared(descs[1], [b, 0 if sizes.SHARED else head, row, 0], full.index(s), buffers.k_rope.index(s))

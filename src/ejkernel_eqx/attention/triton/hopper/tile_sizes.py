@@ -115,6 +115,8 @@ def not_chosen(problem: Problem, device: DeviceFacts) -> str:
         return _lists_not_chosen(problem, device)
     if is_untested(problem):
         return UNTESTED
+    if max(problem.dim("D"), problem.dim("V")) > 256:
+        return ""  # Triton has none
     width, is_masked = padded_width(problem), problem.flag("window") is not None
     if width == 64 and is_masked and problem.flag("soft_cap"):
         return "was measured to be slower with a mask and a soft cap at head dims up to 64"
@@ -159,10 +161,10 @@ def problem_unfit(problem: Problem) -> str | None:
         return f"takes bfloat16 and float16, not {problem.dtype('qkv')}"
     dim, values, width = problem.dim("D"), problem.dim("V"), widths_of(problem)
     if problem.flag("log_forget") and (
-        problem.flag("soft_cap") or _listed(problem) or width.R or width.D > 256
+        problem.flag("soft_cap") or _listed(problem) or width.R or max(dim, values) > 256
     ):
         return "takes no soft cap, no lists of tiles and no head dims above 256 or of two parts beside log_forget"
-    if rotary(problem) and (width.first % 8 or width.D + width.R != 192):
+    if rotary(problem) and (width.first % 8 or (width.D, width.R) != (128, 64)):
         return "takes keys in two parts of 65 to 128 and of up to 64 channels, of whole 16 bytes"
     if width.D != width.V or max(dim, values) > WIDEST:
         return (

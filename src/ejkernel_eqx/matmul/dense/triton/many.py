@@ -74,7 +74,9 @@ def _product(x: Array, side: list[Any], spec: MatmulSpec, tile: RowsTile) -> Arr
     from ...triton.hopper.coded_kernel import hopper_coded_kernel
 
     columns = 0 if spec.format is None else spec.format.block[1]
-    launch = _launcher(x, side, spec, columns if 0 < columns < tile.block_k else tile.block_k)
+    launch = _launcher(
+        x, side, spec, columns if 0 < columns < min(tile.block_k, x.shape[-1]) else tile.block_k
+    )
     outputs = {"out": result(*x.shape[:-1], side[0].shape[0], dtype=x.dtype)}
     rows = math.prod(x.shape[:-1])
     constants = {"SWIZZLE": _SWIZZLE, "SHARED": tile.split_k == 2}

@@ -15,7 +15,7 @@ from ..spec import columns_of, FEW_ROWS
 @dataclasses.dataclass(frozen=True)
 class RowsTile:
     """A program multiplies `block_m` rows by `block_n` rows of the weights, `block_k` features at a time. With less than 16 rows it multiplies
-    without tensor cores. Of quantised weights, `split_k` groups of warps take so many features each.
+    without tensor cores. Of quantised weights, `split_k` groups of warps share the features of a tile.
 
     `hopper_programs`: how many programs of Hopper's kernel of many rows by quantised weights go from tile to tile; 0 for Triton's kernel, with a
     program for each tile."""
