@@ -276,6 +276,20 @@ def test_errors(options, given, message):
         ejx.FlashAttention(**dict(causal=True) | options)(**arrays)
 
 
+@pytest.mark.parametrize("kernel", ["forward", "key_gradient", "query_gradient"])
+def test_tiles_with_more_gates_than_a_sum(kernel):
+    compiled = pytest.importorskip("ejkernel_eqx.attention.triton.compiled")
+    tile = compiled.TileConfig(16, 16, 4, 1)
+    tiles = dict.fromkeys(("forward", "key_gradient", "query_gradient"), tile)
+    config = compiled.TritonConfig(**tiles | {kernel: dataclasses.replace(tile, block_k=256)})
+    module = ejx.FlashAttention(causal=True, platform="triton-interpret", config=config)
+    loss = lambda q: jnp.sum(module(q, q, q, log_forget=jnp.zeros((20, 2))))
+    with pytest.raises(
+        ValueError, match=f"config: expected tiles of up to 128 queries and keys in {kernel} with log_forget"
+    ):
+        jax.eval_shape(jax.grad(loss), jax.ShapeDtypeStruct((20, 2, 16), jnp.float32))
+
+
 def test_which_kernels_take_it():
     """Triton's own, on Hopper those for it; the others name it."""
     pytest.importorskip("triton")

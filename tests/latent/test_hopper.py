@@ -34,7 +34,16 @@ def test_where_they_are_chosen():
     assert config.forward.hopper_programs == 132 and config.key_gradient.hopper_programs
     assert any(not other.forward.hopper_programs for other in others)
     assert all(KERNELS.config_unsupported(c, of, HOPPER) is None for c in (config, *others))
-    for other in (call_of(4096, "bias"), call_of(4096, dims=(64, 32, 64)), call_of(4096, dtype="float32")):
+    dims = (
+        (64, 32, 64),
+        (64, 128, 64),
+        (48, 72, 64),
+    )  # the backward's first part has 128 channels, its second one 64
+    for other in (
+        call_of(4096, "bias"),
+        call_of(4096, dtype="float32"),
+        *(call_of(4096, dims=d) for d in dims),
+    ):
         config = KERNELS.default_config(other[-1], HOPPER)
         assert not config.forward.hopper_programs and not config.key_gradient.hopper_programs
         assert "Triton's kernel, not Hopper's" in KERNELS.remark(config, other[-1], HOPPER)

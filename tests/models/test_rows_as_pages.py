@@ -266,16 +266,18 @@ def test_states_have_no_capacity():
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_first_tokens_without_the_cache(name):
-    """Features of real tokens, and the caches that a call over rows leaves, up to what is behind the tokens of a row."""
+    """Features of real tokens, and the caches that a call over rows leaves, up to what is behind the tokens of a row. Padding is NaN."""
     model, count = model_of(name, "xla"), np.array([4, 2, 3], np.int32)
+    model = eqx.tree_at(lambda model: model.embedding, model, model.embedding.at[39].set(jnp.nan))
     real = jnp.asarray(np.arange(4) < count[:, None])
+    prompts = jnp.where(real, jnp.minimum(PROMPTS, 38), 39)
     empty = model.init_cache(ROWS, 48)
     first = before_prompts(model, empty)
     if name in ("latent", "shared keys"):
         assert first is empty
         return
-    found, cache = model.features(PROMPTS, first, padding_mask=real)
-    expected, wanted = model.features(PROMPTS, empty, padding_mask=real)
+    found, cache = model.features(prompts, first, padding_mask=real)
+    expected, wanted = model.features(prompts, empty, padding_mask=real)
     close(jnp.where(real[..., None], found, 0), jnp.where(real[..., None], expected, 0))
     of_tokens = np.arange(48) < count[:, None]
 
@@ -287,3 +289,12 @@ def test_first_tokens_without_the_cache(name):
         return [[kept(one) for one in stack] for stack in cache.stacks]
 
     close(seen(after_prompts(cache, jnp.asarray(count))), seen(wanted))
+
+
+def test_first_tokens_of_rotations_by_length_keep_the_cache():
+    """Their rows have their own lengths, without padding."""
+    scaling = ejx.rotary.DynamicScaling(2.0, 8)
+    layer = dataclasses.replace(FULL, options=HEADS | {"rope": ejx.nn.RotaryEmbedding(16, scaling=scaling)})
+    model = Decoder(DecoderConfig(40, 32, (layer,)), key=jax.random.key(0))
+    empty = model.init_cache(ROWS, 16)
+    assert before_prompts(model, empty) is empty

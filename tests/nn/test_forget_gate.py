@@ -105,6 +105,27 @@ def test_other_caches_without_gates():
         layer(tokens(2, 3), plain.init_cache(2, rolling=True))
 
 
+def test_gates_that_pages_do_not_take():
+    """Minus infinity, which would stay in the sums of all later tokens; leading axes, of pages and of queries."""
+    batch = ejx.RaggedBatch.build([3], [3], [[0]], page_size=16)
+    k, gates = jnp.zeros((3, 2, 4)), jnp.zeros((3, 4)).at[1, 2].set(-jnp.inf)
+    cache = ejx.PagedKVCache.init(4, 16, 2, 4, num_gates=4)
+    with pytest.raises(
+        ValueError, match=r"log_forget: expected finite numbers up to 0, received -inf to 0\.0"
+    ):
+        cache.append(k, k, batch.slots, log_forget=gates, batch=batch)
+    several = ejx.PagedKVCache.init(4, 16, 2, 4, num_gates=4, batch_shape=(2,))
+    given = {"log_forget": jnp.zeros((2, 3, 4)), "batch": batch}
+    with pytest.raises(ValueError, match=r"expected pages .* use jax\.vmap over the leading axes"):
+        several.append(jnp.zeros((2, 3, 2, 4)), jnp.zeros((2, 3, 2, 4)), batch.slots, **given)
+    with pytest.raises(
+        ValueError, match=r"q: expected .* with pages that hold gates, received shape \(2, 3, 4, 4\)"
+    ):
+        ejx.UnifiedAttention()(
+            jnp.zeros((2, 3, 4, 4)), cache.bind(batch), query_start_loc=batch.query_start_loc
+        )
+
+
 def test_a_window_of_gates():
     """A RollingKVCache of a window, in chunks longer and shorter than it, gives what whole rows do."""
     layer, x = layer_of(sliding_window=4), tokens(2, 13)

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .._values import check_between, check_int32, check_offsets, checked, FAR
-from ..core.arguments import accumulator
+from .._values import check_between, check_int32, check_offsets, FAR
+from ..core.arguments import accumulator, read_gates
 from ..core.arguments import array as float_array
 from .log_forget import of_tokens
 from .masks.lower import lower, Lowered
@@ -178,15 +178,7 @@ def _log_forget(scoring: ScoreInputs, lead: tuple[int, ...], keys: Any, heads: i
             f"log_forget: expected floats {(*lead, keys, heads)}, one per key and query head, received {array.dtype} {array.shape}; "
             "project to the query heads, and pass the gates of cached keys, too."
         )
-    say = lambda found: (
-        f"log_forget: expected finite numbers up to 0, received {found}; pass jax.nn.log_sigmoid of the gate's logits, and mark where "
-        "sequences begin by segment_ids."
-    )
-    # Of padding they may be NaN.
-    show = lambda x: f"{np.nanmin(x)} to {np.nanmax(x)}"
-    gates = checked(array, given, lambda x: (x > 0) | (x == -np.inf), say, show)
-    # Of e^-104 nothing is left in float32. A number beyond would hide the gates beside it in their sum.
-    return jnp.maximum(gates, jnp.asarray(-104, gates.dtype))
+    return read_gates(array, given)
 
 
 def _with_known_form(

@@ -144,3 +144,16 @@ def decaying_rates(A: Array) -> Array:
 def finite_rate(A: Array) -> Array:
     """Replaces a rate of minus infinity by one so fast that any time step above 0 decays to zero, and a time step of 0 does not decay."""
     return jnp.maximum(A, jnp.asarray(jnp.finfo(A.dtype).min / 4, A.dtype))
+
+
+def read_gates(array: Array, given: Any) -> Array:
+    """The gates `given`, of which none hides those beside it; `ValueError` for numbers above 0 and for minus infinity."""
+    say = lambda found: (
+        f"log_forget: expected finite numbers up to 0, received {found}; pass jax.nn.log_sigmoid of the gate's logits, and mark where "
+        "sequences begin by segment_ids."
+    )
+    # Of padding they may be NaN.
+    show = lambda x: f"{np.nanmin(x)} to {np.nanmax(x)}"
+    gates = checked(array, given, lambda x: (x > 0) | (x == -np.inf), say, show)
+    # Of e^-104 nothing is left in float32. A number beyond would hide the gates beside it in their sum.
+    return jnp.maximum(gates, jnp.asarray(-104, gates.dtype))

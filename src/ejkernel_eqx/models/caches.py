@@ -79,7 +79,7 @@ class DecoderCache(Module):
 
 class FirstKeys(Module):
     """The empty cache of layers of attention, before the first tokens of all rows, which begin where the rows do. A layer returns keys and values
-    `[..., T, K, D]` for it, and reads nothing: a loop over layers need not copy the caches of each out and in."""
+    `[..., T, K, D]` for it, and reads none: a loop over layers need not copy the caches of each out and in."""
 
     cache: KVCache
 
@@ -94,12 +94,16 @@ class FirstKeys(Module):
 
 def before_prompts(model: Any, cache: DecoderCache) -> DecoderCache:
     """An empty cache with `FirstKeys` in the place of keys and values; the same cache if a layer reads those of others or has other caches."""
-    plain = lambda mixer: type(mixer) is MultiHeadAttention and mixer.fgate_proj is None
+    is_plain = lambda mixer: (
+        type(mixer) is MultiHeadAttention
+        and mixer.fgate_proj is None
+        and not (mixer.rope is not None and mixer.rope.by_length)  # the length of a row without its padding
+    )
     layers = [layer for stack in model.stacks for layer in stack]
     kept = any(layer.split is not None or layer.config.gives_keys for layer in layers) or model.shared_blocks
     caches = [one for stack in cache.stacks for one in stack]
     both = zip((mixer for stack in model.mixers for mixer in stack), caches, strict=True)
-    if kept or not all(plain(mixer) for mixer, one in both if hasattr(one, "overflowed")):
+    if kept or not all(is_plain(mixer) for mixer, one in both if hasattr(one, "overflowed")):
         return cache
     swap = lambda one: FirstKeys(one) if isinstance(one, KVCache) else one
     return DecoderCache(tuple(tuple(map(swap, stack)) for stack in cache.stacks))

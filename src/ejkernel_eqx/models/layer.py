@@ -20,6 +20,7 @@ from ..nn.initial import keys_of
 from ..nn.parts import Parts
 from ..nn.projection import are_few, is_shared, multiplied_by, project
 from ..nn.token_order import in_temporal_order, is_zigzag
+from ..nn.tokens import clear
 from ..normalization import ResidualRMSNorm
 from .caches import FirstKeys
 from .config import BranchConfig, LayerConfig, MLPConfig, NormType, SharedBlockConfig
@@ -215,8 +216,10 @@ class DecoderLayer(Module):
         def run(mixer: Any, cache: Any) -> tuple[Array, Any]:
             if cache is None and is_zigzag(self.split) and isinstance(mixer, RecurrentLayer):
                 return in_temporal_order(self.split, mixer, h, rows), None
-            if isinstance(cache, FirstKeys):  # padding is behind all real tokens, which do not see it
-                return mixer.with_keys(h)
+            if isinstance(
+                cache, FirstKeys
+            ):  # padding is behind all real tokens, which do not see it, but 0 * NaN is NaN
+                return mixer.with_keys(clear(h, rows.get("padding_mask")))
             return (mixer(h, **rows), None) if cache is None else mixer(h, cache, **rows)
 
         if self.config.beside is None:

@@ -164,7 +164,7 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
             `H * V` features (Qwen3-Next). The rows of the gate are part of `q_proj`, head by head.
         - `forget_gate`: whether each token multiplies the weights of all earlier keys by a gate per query head, the sigmoid of `fgate_proj`
             (Forgetting Transformer, Lin et al. 2025, arXiv:2503.02130; `log_forget` of [`ejkernel_eqx.FlashAttention`][]). For causal layers without
-            `alibi` and `sequence_axis`. A `KVCache` from `init_cache` holds the gates, pages do not.
+            `alibi` and `sequence_axis`. Caches of all kinds hold the gates.
         - `temperature`: $(s, n, o)$, by which queries at position $p$ are multiplied by $1 + s \ln(1 + \lfloor (p + o) / n \rfloor)$ after the
             rotation (Ministral 3, Llama 4); default none.
         - `v_norm`: whether the values of each head are divided by their root mean square (Gemma 4), with `qk_norm_eps`.

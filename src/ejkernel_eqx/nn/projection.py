@@ -123,7 +123,7 @@ def project_apart(name: str, layer: Any, x: Array, features: int) -> tuple[Array
 
 multiplied_by: Any = jax.make_user_context(None)
 """`multiplied_by(matmul)` is a context in which a [`Matmul`][ejkernel_eqx.Matmul] multiplies few rows, and many by quantised weights. A model opens
-it round a layer in a step of few tokens, where the time is that of reading the weights, and in calls of many."""
+it round a layer in calls with a cache: in a step of few tokens the time is that of reading the weights."""
 
 
 def are_few(x: Array) -> bool:

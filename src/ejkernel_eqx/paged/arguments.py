@@ -79,6 +79,10 @@ def resolve(
             raise ValueError(
                 f"cache: expected gates of the {q.shape[-2]} heads of q and no alibi_slopes, received those of {cache.gates.shape[-2]} heads."
             )
+        if q.ndim > 3:
+            raise ValueError(
+                f"q: expected [tokens, heads, head_dim] with pages that hold gates, received shape {q.shape}; use jax.vmap over the leading axes."
+            )
         arrays = arrays._replace(gates=cache.gates, own_gates=at_slots(cache.gates, write_slots(arrays)))
     latent = isinstance(cache, PagedLatentCache)
     if latent and options.softmax_scale is None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int, Shaped
 
+from ...core.arguments import read_gates
 from .batch import RaggedBatch, to_int32
 from .forget import sums_of
 from .pages import PageDType, Pages, read_sizes
@@ -130,24 +131,29 @@ class PagedKVCache(Pages):
         - `slots`: ints `[T]`, or with the leading axes: `page * page_size + place` for each token, as returned by `RaggedBatch.slots` and
             `PageTable.slots`. Tokens with a slot outside `0 .. P * p - 1`, such as -1, are not written. Slots must be distinct.
         - `log_forget`, `batch`: for a cache with gates, floats `[T, H]`, those of the new tokens, and the `RaggedBatch` that they are the tokens of.
-            Sums go on from the last token of each sequence that is written already.
+            Sums go on from the last token of each sequence that is written already. Pages
+            with gates take no leading axes here: use `jax.vmap`.
 
         **Returns:** the new cache with the same tables, whose `lengths` already include the new tokens.
 
         **Raises:** `ValueError` for invalid shapes, and for gates without a cache that has them or the other way round.
         """
         gates = self.gates
-        expected = None if gates is None else (*gates.shape[:-4], len(slots), gates.shape[-2])
+        expected = None if gates is None else (*gates.shape[:-4], jnp.shape(k)[-3], gates.shape[-2])
         received = None if log_forget is None else jnp.shape(log_forget)
         if received != expected or (gates is not None and not isinstance(batch, RaggedBatch)):
             raise ValueError(
                 f"log_forget: expected {expected}, the gates of the cache, with a RaggedBatch, received {received} with {type(batch).__name__}; "
                 "build the cache with num_gates for a layer with forget gates."
             )
+        if gates is not None and gates.ndim > 4:
+            raise ValueError(
+                f"pages: expected pages [P, p, K, D] with gates, received {self.k.shape}; use jax.vmap over the leading axes."
+            )
         new = self.append_by(write, k, v, slots)
         if gates is None:
             return new
-        sums = sums_of(gates, jnp.asarray(log_forget), batch)
+        sums = sums_of(gates, read_gates(jnp.asarray(log_forget), log_forget), batch)
         return dataclasses.replace(new, gates=put(gates, sums, to_int32(slots)))
 
 

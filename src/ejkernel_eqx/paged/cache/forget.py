@@ -14,7 +14,7 @@ from .write import at_slots
 
 
 def sums_of(pages: Array, log_forget: Array, batch: RaggedBatch) -> Array:
-    """`[T, H, 2]` of new tokens with gates `[T, H]`, behind the sums that the pages `[P, p, H, 2]` have of the tokens before them."""
+    """`[T, H, 2]` of new tokens with gates `[T, H]`, which continue the sums that the pages `[P, p, H, 2]` have of the tokens before them."""
     ids, page_size = batch.sequence_ids, pages.shape[1]
     begin = batch.query_start_loc[jnp.maximum(ids, 0)]
     first = jnp.arange(ids.shape[0], dtype=jnp.int32) == begin
