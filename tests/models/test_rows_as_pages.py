@@ -293,7 +293,7 @@ def test_first_tokens_without_the_cache(name):
 
 def test_first_tokens_of_rotations_by_length_keep_the_cache():
     """Their rows have their own lengths, without padding."""
-    scaling = ejx.rotary.DynamicScaling(2.0, 8)
+    scaling = ejx.nn.DynamicScaling(2.0, 8)
     layer = dataclasses.replace(FULL, options=HEADS | {"rope": ejx.nn.RotaryEmbedding(16, scaling=scaling)})
     model = Decoder(DecoderConfig(40, 32, (layer,)), key=jax.random.key(0))
     empty = model.init_cache(ROWS, 16)

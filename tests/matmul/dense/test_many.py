@@ -117,7 +117,8 @@ def test_options_of_quantised_weights():
 @pytest.mark.parametrize("name", FORMS)
 def test_hoppers_tiles_compile(name):
     """Every candidate without spills, and products that do not wait for one another."""
-    for sizes in ({}, {"N": 4096}, {"M": 2000, "K": 4160}):
+    several: Any = ({}, {"N": 4096}, {"M": 2000, "K": 4160})
+    for sizes in several:
         of = problem(name, **sizes)
         for config in compiled.candidates(of, HOPPER):
             for launch in launches("matmul", of, config):

@@ -105,7 +105,7 @@ def _solutions(call: Call) -> dict[str, jax.ShapeDtypeStruct]:
 def _gradients(call: Call, inputs: Arrays) -> Arrays:
     """Gradients over state heads; those of queries and keys are summed over the heads that share them."""
     heads, dim, values = call.sizes
-    keyed, gated = call.spec.decay == KEY, call.arrays.g is not None
+    keyed, g = call.spec.decay == KEY, call.arrays.g
     each, tile = 1 if keyed else _heads_each(call), call.config.gradients
     # The contributions of pairs of tokens, `dv`, and a part of `dbeta`.
     outputs = dict.fromkeys(("dscores", "dreads"), call.rows(heads, call.config.chunk_size))
@@ -115,14 +115,14 @@ def _gradients(call: Call, inputs: Arrays) -> Arrays:
     inputs = inputs | {name: pairs[name] for name in ("dscores", "dreads", "diagonal")}
     tiles = cdiv(dim, tile.block_k)
     parts = call.wide_rows(tiles, heads)
-    outputs = {"dg": call.gradient(call.arrays.g) if keyed else parts if gated else NOTHING, "dbeta": parts}
+    outputs = {"dg": NOTHING if g is None else call.gradient(g) if keyed else parts, "dbeta": parts}
     outputs |= {f"d{x}": _shared(call, heads // each, dim, f"H{x.upper()}") for x in "qk"}
     kernel = delta_key_gradients_kernel if keyed else delta_gradients_kernel
     programs = call.chunks * (heads // each) * tiles
     results = call.knowing({}, HEADS=each).launch(kernel, tile, outputs, programs, inputs)
     # Each kernel has a part of the gradient, the second one for every tile of key channels.
     results["dbeta"] = pairs["dbeta"] + results["dbeta"].sum(2)
-    if gated and not keyed:
+    if g is not None and not keyed:
         results["dg"] = results["dg"].sum(2)
     return results | {"dv": pairs["dv"]}
 
