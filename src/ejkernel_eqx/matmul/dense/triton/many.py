@@ -109,7 +109,7 @@ def unfit(problem: Problem, tile: RowsTile) -> str | None:
 
 
 def is_checked(problem: Problem) -> bool:
-    """Returns whether the tests of Hopper's kernel have run on a GPU for the format."""
+    """Returns whether results of Hopper's kernel were checked on a GPU for the format."""
     form = form_of(str(problem.flag("weights")))
     return not form.zeros and form.element != "float8_e5m2"
 
