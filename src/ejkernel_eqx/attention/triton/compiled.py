@@ -24,6 +24,7 @@ from . import backward_kernels, forward_kernel, tile_sizes, two_part_sizes
 from .hopper import backward_call, backward_tiles
 from .hopper import call as hopper_call
 from .hopper import tile_sizes as hopper
+from .tile_sizes import is_wide, MAX_HEAD_DIM
 
 OPAQUE = True
 PARTS = {
@@ -31,7 +32,6 @@ PARTS = {
     "key_gradient": "q k v log_forget",
     "query_gradient": "q bias alibi_slopes sinks",
 }  # Hopper's key gradients come with `q`
-MAX_HEAD_DIM = 256
 GATES = 2  # of the kernels' ALIBI, `tile.GATES`
 _CACHED_BYTES = 24 * 2**20
 _MOST_CANDIDATES = 12  # of each kernel
@@ -92,19 +92,16 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
         return "takes float32, float16 and bfloat16, not float64"
     if problem.flag("score_mod"):
         return "takes a score_mod only if it is cap * tanh(score / cap) + slope[head] * (key - query), or one of the two"
-    if max(problem.dim("D"), problem.dim("V")) > MAX_HEAD_DIM:
+    if (
+        max(problem.dim("D"), problem.dim("V")) > MAX_HEAD_DIM
+    ):  # `is_wide`, which would be a function more on the way to every launch
         reason = hopper.too_short(problem) or hopper.unfit(problem, device)
         return reason and f"takes head dims above {MAX_HEAD_DIM} by Hopper's kernel, which {reason}"
     return None
 
 
-def _is_wide(problem: Problem) -> bool:
-    """Tells whether heads are too wide for Triton's kernels: the forward is Hopper's, the backward XLA's."""
-    return max(problem.dim("D"), problem.dim("V")) > MAX_HEAD_DIM
-
-
 def by_request(problem: Problem, device: DeviceFacts) -> str | None:
-    if _is_wide(problem):
+    if is_wide(problem):
         return f'takes head dims above {MAX_HEAD_DIM} with platform="triton" only, as not all tests have passed on a GPU yet'
     if problem.flag("log_forget"):
         return 'takes log_forget with platform="triton" only, as its gradients have not passed all tests on a GPU yet'
@@ -134,9 +131,9 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
 
 def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str | None:
     """Says why tiles cannot fit the device's shared memory, by an upper estimate; the smallest tiles are left to the compiler."""
-    if _is_wide(problem) and not config.forward.hopper_programs:
+    if is_wide(problem) and not config.forward.hopper_programs:
         return f"forward takes head dims above {MAX_HEAD_DIM} with hopper_programs"
-    for kernel in ("forward",) if _is_wide(problem) else tile_sizes.KERNELS:
+    for kernel in ("forward",) if is_wide(problem) else tile_sizes.KERNELS:
         tile = getattr(config, kernel)
         if tile.hopper_programs:
             reason = "has no kernel of its own"
@@ -145,7 +142,7 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
             if reason is not None:
                 return f"{kernel} with hopper_programs={tile.hopper_programs} {reason}"
         needed, shape = _needed_memory(kernel, problem, device, tile), f"{tile.block_q}x{tile.block_k}"
-        if problem.flag("log_forget") and max(tile.block_q, tile.block_k) > log_forget.CHUNK:
+        if problem.flag("log_forget") and _is_beyond_sums(tile):
             return f"{kernel} takes tiles of up to {log_forget.CHUNK} queries and keys with log_forget, not {shape}"
         reason = too_large(kernel, shape, tile.num_stages, needed, device)
         if reason is not None and tile != _SMALLEST:
@@ -174,7 +171,7 @@ def remark(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str:
     if device.vendor != "nvidia" or device.capability != (9, 0):
         return ""
     reasons = []
-    for kernel, words in (_HOPPER_REMARKS | (_WIDE_REMARKS if _is_wide(problem) else {})).items():
+    for kernel, words in (_HOPPER_REMARKS | (_WIDE_REMARKS if is_wide(problem) else {})).items():
         if not getattr(config, kernel).hopper_programs:
             reason = _HOPPER[kernel].not_chosen(problem, device) or "the configuration leaves out"
             reasons.append(f"{words}, not Hopper's, which {reason}")
@@ -193,7 +190,7 @@ def _sizes_of(problem: Problem) -> Any:
 
 def _other_tiles(kernel: str, choices: Sizes, problem: Problem, device: DeviceFacts) -> list[TileConfig]:
     """Tiles of Triton's kernels; where heads are too wide for them, of XLA's backward."""
-    if not _is_wide(problem):
+    if not is_wide(problem):
         tiles = [TileConfig(*tile) for tile in choices(kernel, problem, device)]
         needed = lambda tile: _needed_memory(kernel, problem, device, tile)
         return fitting(tiles, needed, device) or [_SMALLEST]
@@ -208,12 +205,17 @@ def _needed_memory(kernel: str, problem: Problem, device: DeviceFacts, tile: Til
     return _sizes_of(problem).shared_memory(kernel, problem, device, tile)
 
 
+def _is_beyond_sums(tile: TileConfig) -> bool:
+    """Tells whether queries or keys of a tile have more than one coarse sum of gates."""
+    return max(tile.block_q, tile.block_k) > log_forget.CHUNK
+
+
 def _check_tile(
     kernel: str, config: TritonConfig, arrays: AttentionArrays, spec: AttentionSpec, k_rope: Array | None
 ) -> None:
     """`ValueError` if the configuration has Hopper's kernel for a call that it cannot run, or a tile with more gates than a chunk of their sums."""
     tile, choice = getattr(config, kernel), _HOPPER.get(kernel)
-    if arrays.log_forget is not None and max(tile.block_q, tile.block_k) > log_forget.CHUNK:
+    if arrays.log_forget is not None and _is_beyond_sums(tile):
         raise ValueError(
             f"config: expected tiles of up to {log_forget.CHUNK} queries and keys in {kernel} with log_forget, received "
             f"{tile.block_q}x{tile.block_k}."

@@ -7,6 +7,8 @@ from ...launch import limits_registers, register_limits_measured
 from ...launch.sizes import padded
 
 KERNELS = ("forward", "key_gradient", "query_gradient")
+MAX_HEAD_DIM = 256
+"""Of the kernels, but for Hopper's forward."""
 # block_q, block_k, num_warps, num_stages, and max_registers where the compiler is limited
 Sizes = tuple[int, ...]
 
@@ -99,6 +101,11 @@ def choices(kernel: str, problem: Problem, device: DeviceFacts) -> list[Sizes]:
     if limits_registers(device) and (kernel, width, is_float32) == ("forward", 128, False):
         more.insert(0, SIDE_BY_SIDE)
     return list(dict.fromkeys([*best[:-2], *more, *best[-2:]]))
+
+
+def is_wide(problem: Problem) -> bool:
+    """Tells whether heads are too wide for Triton's kernels: on Hopper the forward is Hopper's, and the backward XLA's."""
+    return max(problem.dim("D"), problem.dim("V")) > MAX_HEAD_DIM
 
 
 def preferred(kernel: str, problem: Problem, device: DeviceFacts) -> list[Sizes]:

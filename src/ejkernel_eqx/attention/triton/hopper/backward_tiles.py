@@ -5,6 +5,7 @@ from typing import Any
 from ....dispatch import DeviceFacts, Problem
 from ....launch import gluon_unavailable
 from ....launch.sizes import cdiv
+from ..tile_sizes import is_wide, MAX_HEAD_DIM
 from . import tile_sizes
 
 NARROWEST, WIDEST = 64, 128
@@ -71,8 +72,8 @@ def problem_unfit(problem: Problem) -> str | None:
         return f"takes log_forget at head dims from {NARROWEST + 1} to {WIDEST}, with keys of each head"
     if problem.flag("tiles") or problem.flag("block_size"):
         return "takes no lists of tiles"
-    if max(problem.dim("D"), problem.dim("V")) > 256:
-        return "takes head dims up to 256"
+    if is_wide(problem):
+        return f"takes head dims up to {MAX_HEAD_DIM}"
     if problem.flag("soft_cap") and tile_sizes.padded_width(problem) > WIDEST:
         return f"takes a soft cap at head dims up to {WIDEST}"
     return None

@@ -8,6 +8,7 @@ from ....dispatch import DeviceFacts, Problem
 from ....launch import gluon_unavailable
 from ....launch.sizes import cdiv, padded
 from ...log_forget import CHUNK
+from ..tile_sizes import is_wide
 
 NARROWEST = 64
 """The least channels of a tile; fewer are padded."""
@@ -115,7 +116,7 @@ def not_chosen(problem: Problem, device: DeviceFacts) -> str:
         return _lists_not_chosen(problem, device)
     if is_untested(problem):
         return UNTESTED
-    if max(problem.dim("D"), problem.dim("V")) > 256:
+    if is_wide(problem):
         return ""  # Triton has none
     width, is_masked = padded_width(problem), problem.flag("window") is not None
     if width == 64 and is_masked and problem.flag("soft_cap"):
@@ -161,7 +162,7 @@ def problem_unfit(problem: Problem) -> str | None:
         return f"takes bfloat16 and float16, not {problem.dtype('qkv')}"
     dim, values, width = problem.dim("D"), problem.dim("V"), widths_of(problem)
     if problem.flag("log_forget") and (
-        problem.flag("soft_cap") or _listed(problem) or width.R or max(dim, values) > 256
+        problem.flag("soft_cap") or _listed(problem) or width.R or is_wide(problem)
     ):
         return "takes no soft cap, no lists of tiles and no head dims above 256 or of two parts beside log_forget"
     if rotary(problem) and (width.first % 8 or (width.D, width.R) != (128, 64)):
