@@ -216,9 +216,8 @@ class DecoderLayer(Module):
         def run(mixer: Any, cache: Any) -> tuple[Array, Any]:
             if cache is None and is_zigzag(self.split) and isinstance(mixer, RecurrentLayer):
                 return in_temporal_order(self.split, mixer, h, rows), None
-            if isinstance(
-                cache, FirstKeys
-            ):  # padding is behind all real tokens, which do not see it, but 0 * NaN is NaN
+            if isinstance(cache, FirstKeys):
+                # Real tokens do not see padding, which is behind them, but 0 * NaN is NaN.
                 return mixer.with_keys(clear(h, rows.get("padding_mask")))
             return (mixer(h, **rows), None) if cache is None else mixer(h, cache, **rows)
 

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
-from ..matmul import Float8Weight
 from ..nn.arguments import check_sizes
+from ..nn.float8_rows import refuse_float8
 from ..quantised.dequantise import is_quantised
 from ..weights.backwards import arrays_of, names_of, Recorder
 from ..weights.configs import text_entries
@@ -137,11 +137,7 @@ def _source(model: Decoder, config: Mapping[str, Any], origin: pathlib.Path | No
 
 
 def _check_arrays(model: Decoder) -> None:
-    is_float8 = lambda x: isinstance(x, Float8Weight)
-    if any(map(is_float8, jax.tree.leaves(model, is_leaf=is_float8))):
-        raise ValueError(
-            "model: expected weights of floats, received some of with_float8_training; save ejx.with_float8_training(model, False)."
-        )
+    refuse_float8("model", model, "save")
     shapes = lambda tree: {
         jax.tree_util.keystr(path): getattr(leaf, "shape", None)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_quantised)

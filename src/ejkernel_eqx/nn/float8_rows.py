@@ -57,6 +57,15 @@ def with_float8_rows(
     )
 
 
+def refuse_float8(name: str, tree: Any, purpose: str) -> None:
+    """Raises for a model of `with_float8_training`, whose weights are no floats; `purpose`: what to do with one of floats."""
+    is_float8 = lambda x: isinstance(x, Float8Weight)
+    if any(map(is_float8, jax.tree.leaves(tree, is_leaf=is_float8))):
+        raise ValueError(
+            f"{name}: expected weights of floats, received some of with_float8_training; {purpose} ejx.with_float8_training(model, False)."
+        )
+
+
 def with_float8_training(
     model: Any,
     enabled: bool = True,

@@ -7,9 +7,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from ..matmul import Float8Weight
 from ..quantised.dequantise import is_quantised
 from ..quantised.quantise import error_of, format_for, quantised_array
+from .float8_rows import refuse_float8
 from .moe.experts import Experts
 
 _EXPERTS = ("gate_proj", "up_proj", "down_proj")
@@ -82,11 +82,7 @@ def _paths(tree: Any, where: Callable[[str], bool] | None) -> set[str]:
                 f"{getattr(tree, 'shape', ())}."
             )
         return {""}
-    is_float8 = lambda x: isinstance(x, Float8Weight)
-    if any(map(is_float8, jax.tree.leaves(tree, is_leaf=is_float8))):
-        raise ValueError(
-            "tree: expected weights of floats, received some of with_float8_training; quantise ejx.with_float8_training(model, False)."
-        )
+    refuse_float8("tree", tree, "quantise")
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_quantised)
     arrays = {
         jax.tree_util.keystr(path): x

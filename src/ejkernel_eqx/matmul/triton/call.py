@@ -9,7 +9,7 @@ from jax import Array
 from ...launch import Launcher
 from ...launch.fields import check_fields, Float32Dot
 from ...launch.sizes import cdiv, padded
-from ...quantised.format import BITS, SCALES
+from ...quantised.format import BITS, QuantFormat, SCALES
 from ..spec import GroupedArrays, GroupedSpec
 from . import forward_kernel
 from .hopper.call import products
@@ -55,13 +55,17 @@ def grouped(
     return launch(forward_kernel.grouped_kernel, tile, outputs, programs, TILES=most, **numbers)
 
 
+def kinds_of(form: QuantFormat) -> tuple[int, int]:
+    """The element and the dtype of scales of a format, as kernels know them: by their places."""
+    return 1 + [*BITS].index(form.element), [*SCALES].index(form.scale)
+
+
 def stored_numbers(arrays: GroupedArrays, spec: GroupedSpec) -> dict[str, Any]:
     """The constants of how right sides are stored."""
     form = spec.form
     if form is None:
         return {}
-    # Elements and dtypes of scales by their places.
-    kinds = {"ELEMENT": 1 + [*BITS].index(form.element), "SCALES": [*SCALES].index(form.scale)}
+    kinds = dict(zip(("ELEMENT", "SCALES"), kinds_of(form)))
     blocks = {"ROWS": form.block[0], "COLUMNS": form.block[1], "ZEROS": form.zeros}
     return kinds | blocks | {"FACTOR": arrays.factor is not None}
 

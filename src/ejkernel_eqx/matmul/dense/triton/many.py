@@ -10,7 +10,8 @@ from ....dispatch import DeviceFacts, Problem
 from ....launch import gluon_unavailable, Launcher, result
 from ....launch.sizes import cdiv, numbers_of
 from ....quantised import QuantFormat
-from ....quantised.format import BITS, form_of, SCALES
+from ....quantised.format import form_of
+from ...triton.call import kinds_of
 from ...triton.floats_kernel import floats_kernel
 from .. import xla
 from ..spec import CODED, columns_of, MatmulArrays, MatmulSpec, RIGHTS
@@ -23,13 +24,18 @@ _SWIZZLE = 8
 
 
 def constants_of(form: QuantFormat | None, features: int, unit: int) -> dict[str, Any]:
-    """How right sides are stored, as the kernels' constants: elements and dtypes of scales by their places."""
+    """How right sides are stored, as the kernels' constants."""
     if form is None:
         return dict.fromkeys(("ELEMENT", "ROWS", "COLUMNS", "SCALE", "UNIT"), 0)
-    rows, columns = form.block
-    columns = 0 if columns >= features else columns
-    places = {"ELEMENT": 1 + [*BITS].index(form.element), "SCALE": [*SCALES].index(form.scale)}
-    return places | {"ROWS": rows, "COLUMNS": columns, "UNIT": unit}
+    element, scale = kinds_of(form)
+    block = {"ROWS": form.block[0], "COLUMNS": _columns_alike(form, features)}
+    return block | {"ELEMENT": element, "SCALE": scale, "UNIT": unit}
+
+
+def _columns_alike(form: QuantFormat, features: int) -> int:
+    """The features that share a scale; 0: all of a row."""
+    columns = form.block[1]
+    return 0 if columns >= features else columns
 
 
 def multiply(arrays: MatmulArrays, spec: MatmulSpec, tile: RowsTile | None) -> dict[str, Array]:
@@ -73,10 +79,9 @@ def _floats(side: list[Any], spec: MatmulSpec, x: Array) -> Array:
 def _product(x: Array, side: list[Any], spec: MatmulSpec, tile: RowsTile) -> Array:
     from ...triton.hopper.coded_kernel import hopper_coded_kernel
 
-    columns = 0 if spec.format is None else spec.format.block[1]
-    launch = _launcher(
-        x, side, spec, columns if 0 < columns < min(tile.block_k, x.shape[-1]) else tile.block_k
-    )
+    assert spec.format is not None
+    columns = _columns_alike(spec.format, x.shape[-1])
+    launch = _launcher(x, side, spec, columns if 0 < columns < tile.block_k else tile.block_k)
     outputs = {"out": result(*x.shape[:-1], side[0].shape[0], dtype=x.dtype)}
     rows = math.prod(x.shape[:-1])
     constants = {"SWIZZLE": _SWIZZLE, "SHARED": tile.split_k == 2}
@@ -88,10 +93,11 @@ def unfit(problem: Problem, tile: RowsTile) -> str | None:
     word, features = problem.flag("weights"), problem.dim("K")
     if word is None or problem.dtype("x") != "bfloat16":
         return "takes bfloat16 rows and quantised weights"
-    form, columns = form_of(str(word)), form_of(str(word)).block[1]
+    form = form_of(str(word))
+    columns = _columns_alike(form, features)
     if features * form.bits % 128 or any(n % 8 for n in columns_of(problem)):
         return f"takes codes and results of whole 16 bytes, not {features} features and {columns_of(problem)} rows of weights"
-    if columns < features and columns and (tile.block_k % columns and columns % tile.block_k):
+    if columns and (tile.block_k % columns and columns % tile.block_k):
         return f"takes blocks whose columns divide {tile.block_k} or are a multiple of it, not {columns}"
     if max(problem.dim("B") * problem.dim("M"), *columns_of(problem)) > 2**30:
         return "takes up to 2**30 rows"
