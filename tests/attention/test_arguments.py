@@ -10,6 +10,7 @@ import pytest
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx import Mask, UnsupportedError
+from tests.arrays import array
 from tests.attention.cases import xla_tiles
 from tests.attention.inner import Backend, device_facts, parse_window, XlaConfig
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("unchecked")
 
 
 def x(*shape, dtype=jnp.float32):
-    return jnp.ones(shape, dtype)
+    return array(np.ones(shape), dtype)
 
 
 Q, K = x(2, 6, 4, 8), x(2, 10, 2, 8)

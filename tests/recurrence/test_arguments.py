@@ -5,16 +5,18 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx.recurrence.arguments import frame_of, Operands
 from ejkernel_eqx.recurrence.operation import plan_of, register, run
+from tests.arrays import array
 from tests.recurrence.operations import CASES, xla
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 T = 3
-f32 = lambda *shape: jnp.ones(shape, jnp.float32)
+f32 = lambda *shape: array(np.ones(shape), jnp.float32)
 q, k, v = f32(2, T, 4, 6), f32(2, T, 2, 6), f32(2, T, 2, 5)
 state = f32(2, 2, 6, 5)
 scalar, key, per_head = f32(2, T, 2), f32(2, T, 2, 6), f32(2)

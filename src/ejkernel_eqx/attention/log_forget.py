@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from .._shapes import as_value, is_symbolic
+from .._take import take_along
 from ..core.arguments import accumulator
 from .cotangents import sum_batch
 from .masks import tile_table
@@ -93,7 +94,7 @@ def at_positions(x: Array, arrays: AttentionArrays, spec: AttentionSpec) -> Arra
     position = jnp.clip(_positions(arrays, spec), 0, keys - 1)[:, None]
     batch = max(x.shape[0], position.shape[0])
     x, position = (jnp.broadcast_to(a, (batch, *a.shape[1:])) for a in (x, position))
-    return jnp.take_along_axis(x, position, axis=-1)
+    return take_along(x, position, axis=-1)
 
 
 def _positions(arrays: AttentionArrays, spec: AttentionSpec) -> Array:

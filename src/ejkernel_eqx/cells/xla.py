@@ -15,6 +15,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from .._broadcast import like
+from .._take import take_along
 from ..core.arguments import accumulator
 from ..launch.fields import check_fields, whole
 from ..parallel import match_varying
@@ -104,7 +105,7 @@ def _loop_inputs(arrays: CellArrays, spec: CellSpec) -> tuple[_Floats, _Masks]:
         begins, padding, number = _bounds(arrays.offsets, x.shape[-2])
         masks = _Masks(first(begins), first(padding))
         if arrays.hidden is not None:
-            entering = tuple(first(jnp.take_along_axis(a, number[..., None], -2)) for a in states)
+            entering = tuple(first(take_along(a, number[..., None], -2)) for a in states)
         states = (none,) * len(initial)
     if arrays.marks is not None:
         marks = first(arrays.marks)
@@ -117,7 +118,7 @@ def _bounds(offsets: Array, length: int) -> tuple[Array, Array, Array]:
     """Facts of every token `[*, T]`: whether its sequence begins there, whether it is in none, and the number of its sequence."""
     tokens = like(jnp.arange(length, dtype=jnp.int32), offsets)
     number = jnp.minimum(ended(offsets[..., 1:], length), offsets.shape[-1] - 2)
-    begins = tokens == jnp.take_along_axis(offsets, number, -1)
+    begins = tokens == take_along(offsets, number, -1)
     padding = (tokens < offsets[..., :1]) | (tokens >= offsets[..., -1:])
     return begins & ~padding, padding, number
 
@@ -128,7 +129,7 @@ def _final(states: Array, last: Array, initial: Array | None, offsets: Array | N
         return last
     begin, end = offsets[..., :-1], offsets[..., 1:]
     rows = jnp.moveaxis(states, 0, -2)
-    ends = jnp.take_along_axis(rows, jnp.maximum(end - 1, 0)[..., None], -2)
+    ends = take_along(rows, jnp.maximum(end - 1, 0)[..., None], -2)
     old = jnp.zeros_like(ends) if initial is None else initial.astype(ends.dtype)
     return jnp.where((end > begin)[..., None], ends, old)
 

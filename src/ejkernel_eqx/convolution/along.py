@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from .._broadcast import like
+from .._take import take_along
 from ..core.along import Along
 from .spec import ConvArrays
 from .xla import entering, final_state
@@ -18,7 +19,7 @@ def with_entering(along: Along, arrays: ConvArrays) -> tuple[ConvArrays, Array]:
         # The entering inputs move towards the start by the number of newer ones.
         newer = count[..., None]
         at = like(jnp.arange(held, dtype=jnp.int32), newer) + newer
-        moved = jnp.take_along_axis(state, jnp.minimum(at, max(held - 1, 0))[..., None], -2)
+        moved = take_along(state, jnp.minimum(at, max(held - 1, 0))[..., None], -2)
         return last + jnp.where((at < held)[..., None], moved, 0)
 
     first, final = along.carry(step, (local, _kept(arrays, held)), entering(arrays))

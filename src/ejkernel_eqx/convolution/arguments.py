@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from .._broadcast import like
+from .._take import take_along
 from ..core.along import Along
 from ..core.arguments import array, fitting
 from ..core.frame import frame_of, step_frame_of
@@ -126,8 +127,8 @@ def places_of(packing: Packing, held: int) -> Places:
         enter = leave = number
     else:
         assert packing.starts is not None
-        taken = jnp.take_along_axis(packing.starts, order, axis)
-        first = jnp.where(taken < 0, 0, jnp.take_along_axis(rank, jnp.maximum(taken, 0), axis))
+        taken = take_along(packing.starts, order, axis)
+        first = jnp.where(taken < 0, 0, take_along(rank, jnp.maximum(taken, 0), axis))
         # The final state is that of the last segment, which begins at the largest start.
         last = jnp.where(is_real, first, 0).max(axis, keepdims=True, initial=0)
         end = jnp.zeros_like(rank) + total

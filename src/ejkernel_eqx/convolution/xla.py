@@ -6,6 +6,7 @@ from jax import Array, lax
 
 from .._broadcast import like
 from .._shapes import least
+from .._take import take_along
 from ..core.arguments import accumulator
 from ..core.platforms import Plain
 from ..parallel.mesh import spec_of
@@ -92,16 +93,16 @@ def final_state(arrays: ConvArrays) -> Array:
     enter_first, enter_end, first, end = (places.spans[..., i : i + 1] for i in range(4))
     at = end - held + like(jnp.arange(held, dtype=jnp.int32), end)  # [*, N, K]
     flat = jnp.clip(at, 0, length - 1).reshape(*at.shape[:-2], -1)
-    rows = take_rows(arrays.x, jnp.take_along_axis(places.order, flat, -1)).reshape(before.shape)
+    rows = take_rows(arrays.x, take_along(places.order, flat, -1)).reshape(before.shape)
     whole = (enter_first == first) & (enter_end == end)
-    old = jnp.take_along_axis(before, jnp.clip(at - first + held, 0, max(held - 1, 0))[..., None], -2)
+    old = take_along(before, jnp.clip(at - first + held, 0, max(held - 1, 0))[..., None], -2)
     old = jnp.where(whole[..., None], old, 0)
     return jnp.where((at >= first)[..., None], rows, old)
 
 
 def take_rows(x: Array, index: Array) -> Array:
     """`x [*, T, C]` at `index [*, M]`: `[*, M, C]`."""
-    return jnp.take_along_axis(x, index[..., None], -2)
+    return take_along(x, index[..., None], -2)
 
 
 def _add_rows(x: Array, index: Array, rows: Array) -> Array:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from .._take import take_along
 from ..parallel.mesh import inside_manual_mesh
 from ..sequences.rows import Packing
 
@@ -60,7 +61,7 @@ class Along:
         real, axis = ids >= 0, ids.ndim - 1
         first = jnp.argmax(real, axis, keepdims=True)
         final = ids.shape[-1] - 1 - jnp.argmax(jnp.flip(real, axis), axis, keepdims=True)
-        ends = [jnp.take_along_axis(ids, index, axis)[..., 0] for index in (first, final)]
+        ends = [take_along(ids, index, axis)[..., 0] for index in (first, final)]
         begins, finishes, filled = lax.all_gather((*ends, real.any(axis)), self.axis)
         latest, seen = jnp.zeros_like(ends[0]), jnp.zeros_like(real[..., 0])
         joins = []

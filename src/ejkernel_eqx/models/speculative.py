@@ -9,6 +9,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from .._signatures import Module
+from .._take import take_along
 from ..nn import CacheState
 from ..nn.arguments import check_sizes
 from ..paged import RaggedBatch
@@ -98,7 +99,7 @@ def begin(
     length = jnp.sum(mask, axis=1, dtype=jnp.int32)
     place = jnp.arange(width, dtype=jnp.int32)[None]
     # The real tokens of a row are side by side. Padding may be on both sides.
-    tokens = jnp.take_along_axis(tokens, (jnp.argmax(mask, axis=1)[:, None] + place) % width, axis=1)
+    tokens = take_along(tokens, (jnp.argmax(mask, axis=1)[:, None] + place) % width, axis=1)
     tokens = jnp.where(place < length[:, None], tokens, 0)
     none = jnp.zeros(rows, jnp.int32)
     cache = model.init_serving_cache(**sizes, num_draft_tokens=speculation.num_draft_tokens + 1)
@@ -136,7 +137,7 @@ def looked_up(text: Array, length: Array, count: int, most: int) -> Array:
     place = jnp.arange(room, dtype=jnp.int32)[None]
     same, matches = jnp.ones((rows, room), bool), jnp.zeros((rows, room), jnp.int32)
     for back in range(min(most, room)):
-        end = jnp.take_along_axis(text, jnp.maximum(length[:, None] - 1 - back, 0), axis=1)
+        end = take_along(text, jnp.maximum(length[:, None] - 1 - back, 0), axis=1)
         same &= (jnp.roll(text, back, axis=1) == end) & (place >= back)
         matches += same.astype(jnp.int32)
     # Longer matches are better. Of equally long ones, the last is taken.
@@ -144,7 +145,7 @@ def looked_up(text: Array, length: Array, count: int, most: int) -> Array:
     best = jnp.argmax(score, axis=1).astype(jnp.int32)[:, None]
     period = jnp.maximum(length[:, None] - 1 - best, 1)
     ahead = jnp.arange(count, dtype=jnp.int32)[None]
-    return jnp.take_along_axis(text, best + 1 + ahead % period, axis=1)
+    return take_along(text, best + 1 + ahead % period, axis=1)
 
 
 def _drafted(draft: Decoder, rules: Rules, count: int, state: State) -> tuple[Array, _Known]:
@@ -166,7 +167,7 @@ def _drafted(draft: Decoder, rules: Rules, count: int, state: State) -> tuple[Ar
 
     before = known.length - known.fresh
     index = before[:, None] + jnp.arange(count + 1, dtype=jnp.int32)[None]
-    tokens = jnp.take_along_axis(known.text, jnp.minimum(index, room - 1), axis=1)
+    tokens = take_along(known.text, jnp.minimum(index, room - 1), axis=1)
     x, places, cache, _ = _read(draft, known.draft, tokens, goes_on * known.fresh, before, room)
     first = choose(x[places[jnp.arange(rows), jnp.maximum(known.fresh - 1, 0)]], jnp.int32(0))
     (_, ahead), more = jax.lax.scan(one, (first, cache), jnp.arange(count - 1, dtype=jnp.int32))

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from .._take import take_along
 from .caches import after_prompts, before_prompts
 from .decoder import Decoder
 from .rows_as_pages import meshes_of, MOST_TOKENS
@@ -95,14 +96,14 @@ def begin(
     count, at = jnp.sum(mask, axis=-1, dtype=jnp.int32), jnp.arange(width, dtype=jnp.int32)[None]
     first = jnp.argmax(mask, axis=-1).astype(jnp.int32)[:, None]
     tokens, mask = (
-        jnp.take_along_axis(tokens, jnp.minimum(at + first, width - 1), axis=1),
+        take_along(tokens, jnp.minimum(at + first, width - 1), axis=1),
         at < count[:, None],
     )
     if width > MOST_TOKENS and not meshes_of((model, prompts)):
         cache = before_prompts(model, cache)
     x, cache = model.features(jnp.where(mask, tokens, 0), cache, padding_mask=mask)
     cache = after_prompts(cache, count)
-    x = jnp.take_along_axis(x, count[:, None, None] - 1, axis=1)[:, 0]
+    x = take_along(x, count[:, None, None] - 1, axis=1)[:, 0]
     return _take_one(model, rules, State.empty(cache, rows, capacity), x)
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .._broadcast import like
+from .._take import take_along
 from ..core.arguments import accumulator
 from .spec import begins, NativeArrays, NativeSpec, of_sequence, positions
 
@@ -80,7 +81,7 @@ def _gather(arrays: NativeArrays, spec: NativeSpec, start: Array, size: int) -> 
     index = cut(arrays.indices)  # [B, c, K, n]
     begin = begins(arrays, spec)
     begin = jnp.broadcast_to(begin, (batch, begin.shape[1]))[:, None, None]
-    begin = jnp.take_along_axis(begin, jnp.maximum(index, 0), -1)[..., None]
+    begin = take_along(begin, jnp.maximum(index, 0), -1)[..., None]
     at = begin + like(jnp.arange(spec.block, dtype=jnp.int32), begin)  # [B, c, K, n, block]
     at = at.reshape(*index.shape[:-1], -1)
     seen = jnp.repeat(index >= 0, spec.block, -1) & (first <= at) & (at <= last) & (at < keys)

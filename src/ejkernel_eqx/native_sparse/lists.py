@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .._broadcast import like
+from .._take import take_along
 from ..sequences.packing import ended
 from .spec import NativeArrays
 
@@ -45,7 +46,7 @@ def lists_of(indices: Array, blocks: int, span: int, *, together: bool = False) 
     is_used = owner < blocks
     # Unused pieces read the last block's entries, and `is_used` leaves them empty.
     owner = jnp.minimum(owner, blocks - 1)
-    take = lambda x: jnp.take_along_axis(x, owner, -1)
+    take = lambda x: take_along(x, owner, -1)
     number = like(jnp.arange(most, dtype=jnp.int32), owner)
     start = jnp.where(is_used, take(begin) + (number - take(piece[..., :-1])) * span, 0)
     return Lists(pairs, owner, start, jnp.where(is_used, jnp.minimum(start + span, take(end)), 0), piece)
@@ -74,4 +75,4 @@ def by_key(x: Array, arrays: NativeArrays) -> Array:
     assert arrays.position is not None and arrays.first is not None and arrays.base is not None
     place = arrays.position - arrays.first  # keys are queries, as the call is packed
     at = jnp.where(place < 0, 0, arrays.base * size + place)[..., None, None]
-    return jnp.where((place < 0)[..., None, None], 0, jnp.take_along_axis(x, at, 1))
+    return jnp.where((place < 0)[..., None, None], 0, take_along(x, at, 1))

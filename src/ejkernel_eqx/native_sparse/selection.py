@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .._broadcast import like
+from .._take import take_along
 from ..core.arguments import wide
 from .gathered import over_queries
 from .spec import compressed_ranges, most_blocks, NativeArrays, NativeSpec, of_sequence, places, positions
@@ -42,7 +43,7 @@ def best_blocks(
         at = start + block * per + shift
         inside = (at >= start) & (at < end)
         at = jnp.broadcast_to(jnp.clip(at, 0, keys - 1), score.shape)
-        found = jnp.take_along_axis(importance, at, -1) if keys else jnp.zeros_like(score)
+        found = take_along(importance, at, -1) if keys else jnp.zeros_like(score)
         score += jnp.where(inside, share * found, 0)
     own = place // spec.block
     # The first block comes before all weights, but behind the query's own.

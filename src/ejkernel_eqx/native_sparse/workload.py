@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from .._take import take_along
 from ..core.exact import compiled
 from ..core.letters import wide_dtype
 from ..core.words import read_flags, read_sizes, SWITCH
@@ -127,7 +128,7 @@ def make_arrays(problem: Problem, spec: NativeSpec, seed: int) -> NativeArrays:
     if shapes.indices is not None:
         return arrays._replace(indices=_blocks(arrays, spec, keys[-1]))
     at = (_places(arrays) % spec.block)[..., None, None]
-    alike = lambda x: jnp.take_along_axis(x, at, 1)
+    alike = lambda x: take_along(x, at, 1)
     return arrays._replace(k=alike(arrays.k), v=alike(arrays.v))
 
 

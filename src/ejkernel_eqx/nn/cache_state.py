@@ -264,8 +264,7 @@ class CacheState(Module):
         **Raises:** `ValueError` for invalid shapes.
         """
         source, target = read_copies(source, target)
-        slots = lambda x: copy(x, source, target, self.batch_ndim)
-        return self._with_states(lambda state: jax.tree.map(slots, state))
+        return self._with_states(lambda state: copy(state, source, target, self.batch_ndim))
 
     def _with_states(self, change: Callable[[Any], Any]) -> "CacheState":
         """The caches with each one of a recurrent layer changed."""

@@ -323,7 +323,7 @@ def _shape_of(state: RecurrentState) -> tuple[int, ...]:
 
 def _take(pool: Array, slots: Array) -> Array:
     """Rows of a pool `[slots, ...]`; zeros for -1."""
-    rows = jnp.take(pool, slots, axis=0, mode="clip")
+    rows = pool.at[slots].get(mode="clip", wrap_negative_indices=False)
     there = (slots >= 0).reshape(-1, *(1,) * (pool.ndim - 1))
     return jnp.where(there, rows, jnp.zeros((), pool.dtype))
 
@@ -332,4 +332,6 @@ def _put(pool: Array, slots: Array, rows: Array) -> Array:
     """The pool with updated rows; those for -1 are dropped."""
     nowhere = pool.shape[0] + jnp.arange(slots.shape[0], dtype=jnp.int32)
     where = jnp.where(slots >= 0, slots, nowhere)
-    return pool.at[where].set(rows.astype(pool.dtype), mode="drop", unique_indices=True)
+    return pool.at[where].set(
+        rows.astype(pool.dtype), mode="drop", unique_indices=True, wrap_negative_indices=False
+    )

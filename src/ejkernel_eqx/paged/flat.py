@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from .._take import take_along
 from .spec import axes_of, PagedArrays, PagedSpec, SHARED, STORED
 
 _LARGEST_PART = 256
@@ -161,17 +162,17 @@ def gather_chunks(pages: Named, table: Array, start: Array, block_k: int, chunk:
     parts = page_size // chunk
     place = (start // chunk)[:, None] + jnp.arange(block_k // chunk, dtype=jnp.int32)[None]
     number = place // parts
-    page = jnp.take_along_axis(table, jnp.clip(number, 0, max(table.shape[1] - 1, 0)), 1)
+    page = take_along(table, jnp.clip(number, 0, max(table.shape[1] - 1, 0)), 1)
     there = (page >= 0) & (page < count) & (number < table.shape[1])
     # The reads promise indices in bounds, so page 0 stands in where there is none.
     page = jnp.where(there, page, 0)
 
     def load(x: Array) -> Array:
         if parts == 1:  # no other shape, as XLA may copy all pages for it
-            loaded = x.at[page].get(mode="promise_in_bounds")
+            loaded = x.at[page].get(mode="promise_in_bounds", wrap_negative_indices=False)
         else:
             cut = x.reshape(count, parts, chunk, *x.shape[2:])
-            loaded = cut.at[page, place % parts].get(mode="promise_in_bounds")
+            loaded = cut.at[page, place % parts].get(mode="promise_in_bounds", wrap_negative_indices=False)
         return loaded.reshape(table.shape[0], block_k, *x.shape[2:])
 
     return {name: load(x) for name, x in pages.items()}, jnp.repeat(there, chunk, axis=1)

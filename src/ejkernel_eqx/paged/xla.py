@@ -164,10 +164,12 @@ def _decodes(call: Call, of_queries: Callable[[Queries], R], results: R) -> R:
         real &= (arrays.q_len <= call.few)[:, None]
     # Past the end where no query is real: reads give zeros there, and writes are dropped.
     token = jnp.where(real, arrays.q_start[:, None] + index[None], call.tokens)
-    q = call.q.at[token].get(mode="fill", fill_value=0)
+    q = call.q.at[token].get(mode="fill", fill_value=0, wrap_negative_indices=False)
     sequence = jnp.arange(real.shape[0], dtype=jnp.int32)
     parts = of_queries(Queries(sequence, jnp.broadcast_to(index, real.shape), real, q))
-    return jax.tree.map(lambda x, part: x.at[token].set(part, mode="drop"), results, parts)
+    return jax.tree.map(
+        lambda x, part: x.at[token].set(part, mode="drop", wrap_negative_indices=False), results, parts
+    )
 
 
 def _tiles(call: Call, of_queries: Callable[[Queries], R], results: R) -> R:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from .._broadcast import like
+from .._take import take_along
 from ..sequences.cumsum import running_count
 from ..sequences.packing import chunk_indices, ended
 from ..sequences.tokens import over, scattered
@@ -38,8 +39,8 @@ def of_chunks(
     """The table of the chunks of the sequences between `offsets [*, N + 1]` of places, at most so many; unused ones are empty and last."""
     number, piece = chunk_indices(offsets, chunk, most)
     is_used, number = number >= 0, jnp.maximum(number, 0)
-    begin = jnp.take_along_axis(offsets, number, -1) + piece * chunk
-    end = jnp.minimum(begin + chunk, jnp.take_along_axis(offsets, number + 1, -1))
+    begin = take_along(offsets, number, -1) + piece * chunk
+    end = jnp.minimum(begin + chunk, take_along(offsets, number + 1, -1))
     # An unused chunk is the empty range at the end, which keeps ends in order.
     past = offsets[..., -1:]
     begin, end = (jnp.where(is_used, x, past) for x in (begin, end))
@@ -68,7 +69,7 @@ def pieces_of(begin: Array, end: Array, length: Any, size: int) -> Pieces:
     ends = jnp.cumsum(number, -1, dtype=jnp.int32)
     owner = ended(ends, count)
     is_used, owner = owner < segments, jnp.minimum(owner, segments - 1)
-    of_owner = lambda x: jnp.take_along_axis(x, owner, -1)
+    of_owner = lambda x: take_along(x, owner, -1)
     rank = like(jnp.arange(count, dtype=jnp.int32), owner) - of_owner(ends - number)
     start = of_owner(begin) + rank * size
     stop = jnp.minimum(start + size, of_owner(end))

@@ -15,6 +15,7 @@ from jax import Array, lax
 
 from .._broadcast import like
 from .._shapes import as_value, is_symbolic
+from .._take import take_along
 from ..core.arguments import accumulator
 from ..core.platforms import Plain
 from ..sequences.tokens import over
@@ -83,7 +84,7 @@ def normalised(pooled: Array, spec: PoolSpec) -> Array:
 def rows_at(x: Array, token: Array) -> Array:
     """`x [*, T, C]` at the tokens `[*, S]` or `[S]`: `[*, S, C]`, 0 for those below 0."""
     token = jnp.broadcast_to(token, (*x.shape[:-2], token.shape[-1]))[..., None]
-    return jnp.where(token >= 0, jnp.take_along_axis(x, jnp.maximum(token, 0), -2), 0)
+    return jnp.where(token >= 0, take_along(x, jnp.maximum(token, 0), -2), 0)
 
 
 def _share(x: Array, arrays: PoolArrays, spec: PoolSpec) -> Array:
@@ -91,7 +92,7 @@ def _share(x: Array, arrays: PoolArrays, spec: PoolSpec) -> Array:
     length, most = arrays.x.shape[-2], longest(arrays, spec)
     if arrays.begin is not None:
         assert arrays.segment is not None
-        return jnp.take_along_axis(x, jnp.maximum(arrays.segment, 0)[..., None], -2)
+        return take_along(x, jnp.maximum(arrays.segment, 0)[..., None], -2)
     *lead, segments, width = x.shape
     whole = jnp.broadcast_to(x[..., None, :], (*lead, segments, most, width))
     return whole.reshape(*lead, segments * most, width)[..., :length, :]

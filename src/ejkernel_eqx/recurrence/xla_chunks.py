@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array, lax
 
 from .._shapes import is_symbolic, least
+from .._take import take_along
 from ..sequences.packing import ended
 from .spec import heads_of, RecurrenceArrays, RecurrenceSpec
 
@@ -54,7 +55,7 @@ class Chunks:
         lengths = jnp.diff(offsets, axis=-1)
         ends = jnp.cumsum(-(-lengths // size), axis=-1)  # number of chunks up to and including each sequence
         begins = ends - -(-lengths // size)
-        pick = lambda x, index: jnp.take_along_axis(x, index, -1)
+        pick = lambda x, index: take_along(x, index, -1)
         row = lambda count: jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (self.batch, count))
 
         chunks = row(self.count)
@@ -155,7 +156,9 @@ class Chunks:
 
 def _gather(x: Array, index: Array) -> Array:
     """`x [B, T, ...]` at `index [B, ...]`, zero where that is past the end."""
-    return jax.vmap(lambda x, index: x.at[index].get(mode="fill", fill_value=0))(x, index)
+    return jax.vmap(lambda x, index: x.at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False))(
+        x, index
+    )
 
 
 def front(x: Array, heads: int) -> Array:

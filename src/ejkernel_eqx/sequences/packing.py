@@ -16,6 +16,7 @@ from jaxtyping import Int
 
 from .._broadcast import like
 from .._shapes import remedy_of_size
+from .._take import take_along
 from .._values import check_int32, check_offsets, known, shown
 
 
@@ -144,7 +145,7 @@ def chunk_indices(cu_seqlens: Any, chunk_size: int, max_chunks: int) -> ChunkInd
         )
     begins = jnp.concatenate([jnp.zeros_like(offsets[..., :1]), ends], axis=-1)
     sequence, there = _numbers(begins, max_chunks)
-    first = jnp.take_along_axis(begins, sequence, axis=-1)
+    first = take_along(begins, sequence, axis=-1)
     chunk = like(jnp.arange(max_chunks, dtype=jnp.int32), first) - first
     return ChunkIndices(jnp.where(there, sequence, -1), jnp.where(there, chunk, -1))
 
@@ -173,7 +174,7 @@ def spans_of_offsets(offsets: Array, total: int) -> Spans:
     index = like(jnp.arange(total, dtype=jnp.int32), offsets)
     number, real = _numbers(offsets, total)
     following = jnp.minimum(number + 1, offsets.shape[-1] - 1)
-    start, end = (jnp.take_along_axis(offsets, n, axis=-1) for n in (number, following))
+    start, end = (take_along(offsets, n, axis=-1) for n in (number, following))
     # Each padding token is a span of its own.
     return Spans(jnp.where(real, start, index), jnp.where(real, end, index + 1), real)
 

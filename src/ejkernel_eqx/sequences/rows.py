@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .._broadcast import like
+from .._take import take_along
 from .packing import read_ids, read_offsets
 from .tokens import masked
 
@@ -104,6 +105,6 @@ def _starts(ids: Array) -> Array:
     latest = lax.cummax(jnp.where(ids >= 0, tokens, -1), axis)
     # The last real token before each one, so that padding in between hides no change.
     before = jnp.concatenate([jnp.full_like(latest[..., :1], -1), latest[..., :-1]], axis)
-    other = jnp.take_along_axis(ids, jnp.maximum(before, 0), axis) != ids
+    other = take_along(ids, jnp.maximum(before, 0), axis) != ids
     begins = (ids >= 0) & (before >= 0) & other
     return lax.cummax(jnp.where(begins, tokens, -1), axis)

@@ -171,13 +171,13 @@ def make_program(
         state: State = jax.tree.unflatten(structure, leaves)
         tokens, counts, lengths, slots, sampling, (rows, columns, pages), copies = sizes.unpack(data)
         caches = state.caches.copy_states(*copies[:2]) if sizes.copies else state.caches
-        table = state.table.at[rows, columns].set(pages, mode="drop")
+        table = state.table.at[rows, columns].set(pages, mode="drop", wrap_negative_indices=False)
         # A sequence whose logits were not finite has ended with the token -1. The next step may have started before the host knew.
         tokens = jnp.where(tokens < 0, jnp.maximum(state.last[-1 - tokens], 0), tokens)
         batch = RaggedBatch(
             jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts)]),
             lengths,
-            table.at[slots].get(mode="fill", fill_value=-1),
+            table.at[slots].get(mode="fill", fill_value=-1, wrap_negative_indices=False),
             jnp.where(slots < sizes.slots, slots, -1),
             page_size=page_size,
             max_query_len=sizes.query_len,
@@ -192,7 +192,9 @@ def make_program(
             caches = caches.copy_states(*copies[2:])
         chosen = draw(logits, sampling) if drawn else greedy(logits)
         chosen = jnp.where(jnp.isfinite(logits).all(axis=-1), chosen, -1)
-        state = State(caches, table, state.last.at[slots].set(chosen, mode="drop"))
+        state = State(
+            caches, table, state.last.at[slots].set(chosen, mode="drop", wrap_negative_indices=False)
+        )
         return chosen, tuple(jax.tree.leaves(state))
 
     return jax.jit(step, donate_argnums=1)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ..._take import take_along
 from ..reference import visible
 from ..spec import AttentionArrays, AttentionSpec
 from .tile_lists import grids_of, lists_of
@@ -55,7 +56,7 @@ def tile_lists(arrays: AttentionArrays, spec: AttentionSpec, shape: Shape) -> Ti
         _every_head(rows, arrays),
         jnp.stack(records, axis=-1)[:, ::-1],  # the last first, as causal masks have the most keys there
         entries,
-        ahead(jnp.take_along_axis(patterns, order, axis=-1)),
+        ahead(take_along(patterns, order, axis=-1)),
         bits,
         True,
     )

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..._broadcast import aligned, like
+from ..._take import take_along
 from ..._values import FAR
 from ..spec import RowRanges
 from .dense import both
@@ -82,7 +83,7 @@ def type_run_ends(q_ids: Array, kv_ids: Array, position: Array) -> Array:
     lead = jnp.broadcast_shapes(q_ids.shape[:-1], kv_ids.shape[:-1], position.shape[:-1])
     # The run ahead of a query begins at the key after its own position.
     following = jnp.broadcast_to(jnp.clip(position + 1, 0, num_keys - 1), (*lead, position.shape[-1]))
-    at = lambda keys: jnp.take_along_axis(jnp.broadcast_to(keys, (*lead, num_keys)), following, axis=-1)
+    at = lambda keys: take_along(jnp.broadcast_to(keys, (*lead, num_keys)), following, axis=-1)
     ahead = (position + 1 < num_keys) & (q_ids != 0) & (at(kv_ids) == q_ids)
     return jnp.where(ahead, at(ends), position + 1)
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ..._take import take_along
 from ...core.platforms import Interpreted, kernels_unavailable
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from ...launch import given, Launcher, result, result_like
@@ -150,7 +151,7 @@ def _initial_gradient(arrays: ConvArrays, spec: ConvSpec, dout: Array, dfinal: A
 
     def head(x: Array) -> Array:
         flat = jnp.minimum(at, length - 1).reshape(at.shape[0], -1)
-        tokens = flat if places is None else jnp.take_along_axis(places.order, flat, -1)
+        tokens = flat if places is None else take_along(places.order, flat, -1)
         return jnp.where(real, take_rows(x, tokens).reshape(initial.shape).astype(jnp.float32), 0.0)
 
     weight, behind = arrays.weight.astype(jnp.float32), head(arrays.x)

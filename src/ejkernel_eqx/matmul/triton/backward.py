@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ..._take import take_along
 from ...launch import NOTHING, Options, result, result_like
 from ...launch.sizes import cdiv, padded
 from ..epilogue import before_activation
@@ -94,7 +95,7 @@ def _taken_by(arrays: GroupedArrays, length: int) -> tuple[Array, Array]:
     taken = jnp.where(real, jnp.clip(arrays.rows, 0, length - 1), length)
     # A stable sort keeps the rows of a sum in their order, so that it is the same in every run.
     order = jnp.argsort(taken, -1, stable=True)
-    ordered = jnp.take_along_axis(taken, order, -1)
+    ordered = take_along(taken, order, -1)
     every = jnp.arange(length + 1, dtype=jnp.int32)
     starts = jax.vmap(lambda row: jnp.searchsorted(row, every))(ordered)
     return order.astype(jnp.int32), starts.astype(jnp.int32)

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ..._take import take_along
 from ...core.arguments import accumulator
 from ...core.plans import again_for_gradients
 from ...parallel import match_varying
@@ -64,7 +65,7 @@ def routes_of(targets: Array, devices: int, room: int) -> tuple[Callable[[Any], 
     same = targets[:, :, None] == targets[:, None, :]
     earlier = jnp.tril(jnp.ones((top_k, top_k), bool), -1)
     is_first = ~jnp.any(same & earlier[None], axis=2) & (targets < devices)
-    mine = jnp.take_along_axis(place, jnp.minimum(targets, devices - 1), axis=1)
+    mine = take_along(place, jnp.minimum(targets, devices - 1), axis=1)
     token = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32)[:, None], place.shape)
     at = jnp.where(goes, place, tokens + token)  # beyond the end for none
     by_place = match_varying(jnp.full((devices, tokens), tokens, jnp.int32), at)

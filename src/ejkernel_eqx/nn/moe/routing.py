@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ..._signatures import nearest
+from ..._take import take_along
 from ..arguments import check_flags, check_numbers, check_sizes
 
 Scoring = Literal["softmax", "sigmoid", "top_k_softmax"]
@@ -98,10 +99,10 @@ def choose(logits: Array, how: Choice, correction_bias: Array | None = None) -> 
     _, indices = lax.top_k(ranked, how.top_k)
     if how.normalize or how.scoring == "top_k_softmax":
         # A quotient of scores that are all tiny, and its derivative, would be one of zeros.
-        weights = jnp.take_along_axis(log_scores_of(logits, how.scoring), indices, axis=-1)
+        weights = take_along(log_scores_of(logits, how.scoring), indices, axis=-1)
         weights = jax.nn.softmax(weights, axis=-1)
     else:
-        weights = jnp.take_along_axis(scores, indices, axis=-1)
+        weights = take_along(scores, indices, axis=-1)
     if how.scaling_factor != 1:
         weights = weights * jnp.asarray(how.scaling_factor, weights.dtype)
     return Routing(logits, weights, indices.astype(jnp.int32))

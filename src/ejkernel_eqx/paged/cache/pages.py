@@ -17,12 +17,14 @@ from ..._shapes import is_symbolic
 from ..._signatures import Module
 from ..._values import check_between, check_distinct, checked
 from ...sequences.packing import read_count
+from ...sequences.tokens import over
 from ..spec import WriteArrays
 from .batch import RaggedBatch, to_int32
 from .quantise import dequantise, LARGEST
 from .write import Writer
 
 C = TypeVar("C", bound="Pages")
+T = TypeVar("T")
 Tables = tuple[Array, Array]
 PageDType = DTypeLike | tuple[DTypeLike, DTypeLike]
 """One dtype for both kinds of pages, or a pair: for keys and values, or for latents and rotary keys."""
@@ -218,8 +220,7 @@ class Pages(Module):
             # Scales per token move with their pages; scales per head belong to no page.
             lead, names = len(self.batch_shape), self._names[: 4 if self.scales == TOKEN else 2]
             there = {name: x for name in (*names, "gates") if (x := getattr(self, name, None)) is not None}
-            copied = {name: copy(x, source, target, lead) for name, x in there.items()}
-            return dataclasses.replace(self, **copied)
+            return dataclasses.replace(self, **copy(there, source, target, lead))
 
 
 def operands_of(pages: Pages) -> dict[str, Array]:
@@ -421,15 +422,18 @@ def read_copies(source: Any, target: Any) -> tuple[Array, Array]:
     return source, check_distinct("target", target, given, 2**31, "each page is written at most once")
 
 
-def copy(pages: Array, source: Array, target: Array, lead: int) -> Array:
-    """`pages [.., P, ...]` with pages `source` copied to `target`; all are read before any is written."""
-    if lead:
-        return jax.vmap(copy, in_axes=(0, None, None, None))(pages, source, target, lead - 1)
-    count = pages.shape[0]
+def copy(arrays: T, source: Array, target: Array, lead: int) -> T:
+    """`arrays` of pages `[.., P, ...]` with pages `source` copied to `target`; all are read before any is written."""
+    count = jax.tree.leaves(arrays)[0].shape[lead]
     known = (source >= 0) & (source < count) & (target >= 0) & (target < count)
-    nowhere = count + jnp.arange(target.shape[0], dtype=jnp.int32)
-    taken = pages[jnp.clip(source, 0, count - 1)]
-    return pages.at[jnp.where(known, target, nowhere)].set(taken, mode="drop", unique_indices=True)
+    source = jnp.where(known, source, 0)
+    target = jnp.where(known, target, count + jnp.arange(target.shape[0], dtype=jnp.int32))
+
+    def move(pages: Array) -> Array:
+        taken = pages.at[source].get(mode="promise_in_bounds", wrap_negative_indices=False)
+        return pages.at[target].set(taken, mode="drop", unique_indices=True, wrap_negative_indices=False)
+
+    return jax.tree.map(over(lead, move), arrays)
 
 
 def gather(pages: Array, scale: Array | None, tables: Tables, size: int, dtype: Any, lead: int) -> Array:

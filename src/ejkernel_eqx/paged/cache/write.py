@@ -85,7 +85,11 @@ def at_slots(pages: Array, slots: Array) -> Array:
     """What `pages [P, p, ...]` have at `slots [T]`; 0 for slots of no page."""
     room = pages.shape[0] * pages.shape[1]
     at = jnp.where(slots >= 0, slots, room)
-    return pages.reshape(room, *pages.shape[2:]).at[at].get(mode="fill", fill_value=0)
+    return (
+        pages.reshape(room, *pages.shape[2:])
+        .at[at]
+        .get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    )
 
 
 def put(pages: Array, new: Array, slots: Array) -> Array:
@@ -95,4 +99,5 @@ def put(pages: Array, new: Array, slots: Array) -> Array:
     nowhere = room + jnp.arange(slots.shape[0], dtype=jnp.int32)
     slots = jnp.where((slots >= 0) & (slots < room), slots, nowhere)
     flat = pages.reshape(room, *pages.shape[2:])
-    return flat.at[slots].set(new, mode="drop", unique_indices=True).reshape(pages.shape)
+    flat = flat.at[slots].set(new, mode="drop", unique_indices=True, wrap_negative_indices=False)
+    return flat.reshape(pages.shape)

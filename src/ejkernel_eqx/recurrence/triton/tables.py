@@ -3,6 +3,8 @@
 import jax.numpy as jnp
 from jax import Array
 
+from ..._take import take_along
+
 
 def tables_of(offsets: Array, length: int, chunk: int) -> tuple[Array, Array]:
     """Tables of offsets `[B, N + 1]` into rows of `length` tokens: `chunks [B * (length // chunk + N), 3]`, first row, end row and sequence,
@@ -20,7 +22,7 @@ def tables_of(offsets: Array, length: int, chunk: int) -> tuple[Array, Array]:
     seq = jnp.sum(upto[:, None, :] <= index[..., None], axis=-1, dtype=jnp.int32)  # [B, most]
     used = seq < count
     seq = jnp.minimum(seq, count - 1)
-    take = lambda x: jnp.take_along_axis(x, seq, axis=1)
+    take = lambda x: take_along(x, seq, axis=1)
     first = take(begin) + (index - take(before)) * chunk
     last = jnp.minimum(first + chunk, take(end))
     first, last = (jnp.where(used, x + row * length, 0) for x in (first, last))
