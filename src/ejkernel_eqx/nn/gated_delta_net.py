@@ -114,9 +114,6 @@ class GatedDeltaNet(RecurrentLayer):
         self.embed_dim, self.num_k_heads, self.num_v_heads = embed_dim, num_k_heads, v_heads
         self.head_dim, self.v_head_dim, self.compute_dtype = head_dim, v_head_dim, parts.compute_dtype
 
-    def _projections(self) -> tuple[Any, ...]:
-        return self.in_proj_qkvz, self.in_proj_ba, self.out_proj
-
     def _kept(self) -> tuple[tuple[ShortConvolution, ...], tuple[int, ...]]:
         return (self.conv1d,), (self.num_v_heads, self.head_dim, self.v_head_dim)
 

@@ -131,9 +131,6 @@ class GatedLinearAttention(RecurrentLayer):
         self.gate_low_rank_dim, self.compute_dtype = gate_low_rank_dim, parts.compute_dtype
         self.gate_logit_normalizer, self.gate_min = float(gate_logit_normalizer), gate_min
 
-    def _projections(self) -> tuple[Any, ...]:
-        return self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.gk_proj, self.o_proj
-
     def _convolutions(self) -> tuple[ShortConvolution, ...]:
         return tuple(conv for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d) if conv is not None)
 

@@ -66,9 +66,6 @@ class GatedShortConvolution(RecurrentLayer):
     def recurrence(self) -> CausalConv1d:
         return self.conv.convolution
 
-    def _projections(self) -> tuple[Any, ...]:
-        return self.in_proj, self.out_proj
-
     def _kept(self) -> tuple[tuple[ShortConvolution, ...], tuple[int, ...]]:
         return (), (self.conv.width - 1, self.embed_dim)
 

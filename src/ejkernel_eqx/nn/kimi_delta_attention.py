@@ -128,10 +128,6 @@ class KimiDeltaAttention(RecurrentLayer):
         self.embed_dim, self.num_heads, self.num_v_heads = embed_dim, num_heads, v_heads
         self.head_dim, self.v_head_dim, self.compute_dtype = head_dim, v_head_dim, parts.compute_dtype
 
-    def _projections(self) -> tuple[Any, ...]:
-        decay, gate = (self.f_a_proj, self.f_b_proj), (self.g_a_proj, self.g_b_proj)
-        return self.q_proj, self.k_proj, self.v_proj, *decay, self.b_proj, *gate, self.o_proj
-
     def _kept(self) -> tuple[tuple[ShortConvolution, ...], tuple[int, ...]]:
         state = (self.num_v_heads, self.head_dim, self.v_head_dim)
         return (self.q_conv1d, self.k_conv1d, self.v_conv1d), state

@@ -95,9 +95,6 @@ class LightningAttention(RecurrentLayer):
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, head_dim
         self.num_layers, self.compute_dtype = num_layers, parts.compute_dtype
 
-    def _projections(self) -> tuple[Any, ...]:
-        return self.qkv_proj, self.output_gate, self.out_proj
-
     def slopes(self) -> Float[Array, " H"]:
         """Returns the slopes of the heads, `[H]`, in float32 (float64 for float64)."""
         # Computed for all layers in double precision: the slopes of late layers are nearly zero, and would be inexact in single precision.

@@ -118,9 +118,6 @@ class Mamba1Mixer(RecurrentLayer):
         self.state_size, self.dt_rank = state_size, rank
         self.compute_dtype = parts.compute_dtype
 
-    def _projections(self) -> tuple[Any, ...]:
-        return self.in_proj, self.x_proj, self.dt_proj, self.out_proj
-
     def _kept(self) -> tuple[tuple[ShortConvolution, ...], tuple[int, ...]]:
         return (self.conv1d,), (self.inner_dim, self.state_size)
 

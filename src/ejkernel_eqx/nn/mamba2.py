@@ -129,9 +129,6 @@ class Mamba2Mixer(RecurrentLayer):
         self.num_heads, self.num_groups, self.state_size = heads, num_groups, state_size
         self.multipliers = multipliers
 
-    def _projections(self) -> tuple[Any, ...]:
-        return self.in_proj, self.out_proj
-
     def _kept(self) -> tuple[tuple[ShortConvolution, ...], tuple[int, ...]]:
         return (self.conv1d,), (self.num_heads, self.inner_dim // self.num_heads, self.state_size)
 

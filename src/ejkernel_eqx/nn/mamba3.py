@@ -136,9 +136,6 @@ class Mamba3Mixer(RecurrentLayer):
         self.num_angles, self.min_rate = angles, float(min_rate)
         self.mimo_rank = None if mimo_rank is None else ranks
 
-    def _projections(self) -> tuple[Any, ...]:
-        return self.in_proj, self.out_proj
-
     def _kept(self) -> tuple[tuple[Any, ...], tuple[tuple[int, ...], ...]]:
         channels, ranks = self.inner_dim // self.num_heads, self.mimo_rank or 1
         left = ranks * self.state_size + channels + 1 + self.num_angles

@@ -115,8 +115,7 @@ class RWKV6TimeMix(RecurrentLayer):
         self.head_dim, self.v_head_dim = head_dim, v_head_dim
 
     def _projections(self) -> tuple[Any, ...]:
-        of_tokens = self.r_proj, self.k_proj, self.v_proj, self.g_proj
-        return self.x_down, *of_tokens, self.w_lora.parts(), self.o_proj
+        return *super()._projections(), self.w_lora.parts()
 
     def _kept(self) -> tuple[tuple[Any, ...], tuple[int, ...]]:
         return (self.shift,), (self.num_heads, self.head_dim, self.v_head_dim)

@@ -181,7 +181,7 @@ class RWKV7TimeMix(RecurrentLayer):
 
     def _projections(self) -> tuple[Any, ...]:
         low = [low.parts() for low in (self.w_lora, self.a_lora, self.v_lora, self.g_lora) if low is not None]
-        return self.r_proj, self.k_proj, self.v_proj, *low, self.o_proj
+        return *super()._projections(), *low
 
     def _kept(self) -> tuple[tuple[Any, ...], tuple[int, ...]]:
         return (self.shift,), (self.num_heads, self.head_dim, self.v_head_dim)
@@ -262,9 +262,6 @@ class RWKV7ChannelMix(RecurrentLayer):
     @property
     def recurrence(self) -> CausalConv1d:
         return self.shift.convolution
-
-    def _projections(self) -> tuple[Any, ...]:
-        return self.key, self.value
 
     def _kept(self) -> tuple[tuple[Any, ...], tuple[int, ...]]:
         return (), (1, self.embed_dim)
