@@ -14,10 +14,10 @@ from ..weights.attention_configs import (
     attention_options,
     BERTS,
     cross_layer_options,
-    default_type,
     source_of_keys,
+    type_of,
 )
-from ..weights.configs import ACTIVATIONS, ALIASES, layer_type, refuse, text_entries, unit_offset_norms
+from ..weights.configs import ACTIVATIONS, ALIASES, refuse, text_entries, unit_offset_norms
 from ..weights.expert_configs import experts_of, mixture_of_experts_options
 from ..weights.latent_configs import latent_attention_options
 from .config import (
@@ -358,7 +358,7 @@ def _options(config: Entries, mixer: str, index: int) -> dict[str, Any]:
 
 
 def _is_linear(config: Entries, index: int) -> bool:
-    return layer_type(config, index, lambda i: default_type(config, i)) == "linear_attention"
+    return type_of(config, index) == "linear_attention"
 
 
 def _layer(config: Entries, family: _Family, index: int) -> LayerConfig:
