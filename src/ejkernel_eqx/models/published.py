@@ -9,17 +9,9 @@ from typing import Any, NamedTuple
 from .._entries import Entries, entries_of, shown
 from .._errors import CheckpointError
 from .._signatures import nearest
-from ..weights import recurrent_configs
-from ..weights.attention_configs import (
-    attention_options,
-    BERTS,
-    cross_layer_options,
-    source_of_keys,
-    type_of,
-)
+from ..weights.attention_configs import BERTS, source_of_keys, type_of
 from ..weights.configs import ACTIVATIONS, ALIASES, refuse, text_entries, unit_offset_norms
 from ..weights.expert_configs import experts_of, mixture_of_experts_options
-from ..weights.latent_configs import latent_attention_options
 from .config import (
     BranchConfig,
     DecoderConfig,
@@ -31,6 +23,7 @@ from .config import (
     NormType,
     SharedBlockConfig,
 )
+from .mixers import LAYERS
 
 
 class _Family(NamedTuple):
@@ -329,17 +322,6 @@ _MLP_BIASES = (
     "smollm3",
 )
 _NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers")
-_OPTIONS = {
-    "attention": attention_options,
-    "cross_layer_attention": cross_layer_options,
-    "latent_attention": latent_attention_options,
-    "mamba1": recurrent_configs.mamba1_options,
-    "mamba2": recurrent_configs.mamba2_options,
-    "gated_delta_net": recurrent_configs.gated_delta_net_options,
-    "gated_short_convolution": recurrent_configs.gated_short_convolution_options,
-    "kimi_delta_attention": recurrent_configs.kimi_delta_attention_options,
-    "lightning_attention": recurrent_configs.lightning_attention_options,
-}
 _PLACE = ("embed_dim", "layer_index", "num_layers")  # which the decoder says itself
 
 
@@ -353,7 +335,7 @@ def _mixer(config: Entries, family: _Family, index: int) -> str:
 
 def _options(config: Entries, mixer: str, index: int) -> dict[str, Any]:
     """The arguments that the mixer of a layer is built with."""
-    options = _OPTIONS[mixer](config, index)
+    options = LAYERS[mixer]._options_of(config, index)
     return {name: value for name, value in options.items() if name not in _PLACE}
 
 
