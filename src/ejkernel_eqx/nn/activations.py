@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .._signatures import nearest
+from .._signatures import check_one_of
 from ..dispatch import Backend, place_of_calls
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu")
@@ -58,8 +58,4 @@ def matmul_options(name: str) -> dict[str, Any]:
 
 
 def check_activation(name: str, has_gate: bool = True) -> None:
-    known = ACTIVATIONS if has_gate else UNGATED
-    if name not in known:
-        raise ValueError(
-            f"activation: expected one of {', '.join(known)}, received {name!r}{nearest(name, known)}"
-        )
+    check_one_of("activation", name, ACTIVATIONS if has_gate else UNGATED)

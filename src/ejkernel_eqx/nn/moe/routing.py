@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ..._signatures import nearest
+from ..._signatures import check_one_of
 
 Scoring = Literal["softmax", "sigmoid", "top_k_softmax"]
 GroupScore = Literal["top2", "max"]
@@ -45,11 +45,8 @@ class Choice:
             raise ValueError(
                 f"scale_inputs: expected False with top_k={self.top_k}, received True; it is for one expert a token."
             )
-        for name, known in (("scoring", _SCORINGS), ("group_score", _GROUP_SCORES)):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"{name}: expected one of {', '.join(known)}, received {getattr(self, name)!r}{nearest(getattr(self, name), known)}"
-                )
+        check_one_of("scoring", self.scoring, _SCORINGS)
+        check_one_of("group_score", self.group_score, _GROUP_SCORES)
         self._check_groups()
 
     def _check_groups(self) -> None:
