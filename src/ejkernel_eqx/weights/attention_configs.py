@@ -162,19 +162,9 @@ def _window(config: Config, found: str) -> int | None:
 
 def _biases(config: Config) -> tuple[bool, bool]:
     """Returns whether the projections of the input and that of the output have biases."""
-    kind = config["model_type"]
-    if kind in _BIASES:
-        return _BIASES[kind]
-    if kind in _BIAS_ENTRIES:
-        return bool(config[_BIAS_ENTRIES[kind]]), bool(config[_BIAS_ENTRIES[kind]])
-    if kind == "stablelm":
-        return bool(config["use_qkv_bias"]), False
-    if kind == "qwen2_moe":
-        return bool(config["qkv_bias"]), False
-    has_all = bool(config.get("attention_bias", False))
-    if kind in ("glm4", "glm4_moe", "helium"):
-        return has_all, False
-    return has_all, bool(config["attention_out_bias"]) if kind == "seed_oss" else has_all
+    said = _BIASES.get(config["model_type"], ("attention_bias", "attention_bias"))
+    inputs, output = (bool(config.get(it, False)) if isinstance(it, str) else it for it in said)
+    return inputs, output
 
 
 def _qk_norm(config: Config, layer_index: int) -> dict[str, Any]:
@@ -288,26 +278,19 @@ def _qwen3_next(config: Config, layer_index: int) -> dict[str, Any]:
     return _qk_norm(config, layer_index) | {"output_gate": True}
 
 
-_BIAS_ENTRIES = {"ernie4_5": "use_bias", "opt": "enable_bias", "starcoder2": "use_bias"}
-"""The entry that says it of all four projections."""
-_BIASES = {"gpt2": (True, True), "phi": (True, True), "qwen2": (True, False)}
-_BIASES |= dict.fromkeys(BERTS, (True, True))
-_NO_BIAS = (
-    "exaone4",
-    "jamba",
-    "lfm2",
-    "lfm2_moe",
-    "nemotron_h",
-    "minimax",
-    "minimax_m2",
-    "ministral3",
-    "mistral",
-    "mixtral",
-    "phi3",
-    "zamba2",
-)
-_BIASES |= dict.fromkeys(_NO_BIAS, (False, False))
-"""The biases of models whose configuration does not say it."""
+_NO_BIAS = "exaone4 jamba lfm2 lfm2_moe nemotron_h minimax minimax_m2 ministral3 mistral mixtral phi3 zamba2"
+_BIASES: dict[str, tuple[bool | str, bool | str]] = {
+    **dict.fromkeys(_NO_BIAS.split(), (False, False)),
+    **dict.fromkeys(("gpt2", "phi", *BERTS), (True, True)),
+    "qwen2": (True, False),
+    "qwen2_moe": ("qkv_bias", False),
+    "stablelm": ("use_qkv_bias", False),
+    **dict.fromkeys(("ernie4_5", "starcoder2"), ("use_bias", "use_bias")),
+    "opt": ("enable_bias", "enable_bias"),
+    **dict.fromkeys(("glm4", "glm4_moe", "helium"), ("attention_bias", False)),
+    "seed_oss": ("attention_bias", "attention_out_bias"),
+}
+"""Whether the projections of the input and that of the output have biases, or the entry that says so, where it is not `attention_bias`."""
 _REFUSED: dict[str, dict[str, Any]] = {
     "bamba": {"partial_rotary_factor": 0.5},
     **{key: {"is_decoder": False, "position_embedding_type": "absolute"} for key in BERTS},
