@@ -321,7 +321,7 @@ _PLACE = ("embed_dim", "layer_index", "num_layers")  # which the decoder says it
 def _mixer(config: Entries, family: _Family, index: int) -> str:
     """The name of a layer's mixer."""
     # A model without attention lists no types.
-    if family.recurrent is not None and (not family.has_mlp or _is_linear(config, index)):
+    if family.recurrent is not None and (not family.has_mlp or type_of(config, index) == "linear_attention"):
         return family.recurrent
     return family.attention if source_of_keys(config, index) is None else "cross_layer_attention"
 
@@ -330,10 +330,6 @@ def _options(config: Entries, mixer: str, index: int) -> dict[str, Any]:
     """The arguments that the mixer of a layer is built with."""
     options = LAYERS[mixer]._options_of(config, index)
     return {name: value for name, value in options.items() if name not in _PLACE}
-
-
-def _is_linear(config: Entries, index: int) -> bool:
-    return type_of(config, index) == "linear_attention"
 
 
 def _layer(config: Entries, family: _Family, index: int) -> LayerConfig:
