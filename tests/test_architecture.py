@@ -160,7 +160,7 @@ BROAD = {
     "tuning/isolated/isolation.py": ["arbitrary"],
     "tuning/isolated/worker.py": ["raise"],
     "tuning/processes.py": ["raise"],
-    "tuning/threads.py": ["arbitrary", "hands on"],
+    "tuning/threads.py": ["arbitrary"],
 }
 
 

@@ -25,6 +25,13 @@ def nearest(word: Any, known: Iterable[str]) -> str:
     return f"; did you mean {near}?" if near else "."
 
 
+def check_one_of(name: str, word: Any, known: Iterable[str]) -> None:
+    if word not in known:
+        raise ValueError(
+            f"{name}: expected one of {', '.join(known)}, received {word!r}{nearest(word, known)}"
+        )
+
+
 def _resembled(word: Any, known: Iterable[str]) -> str | None:
     """The name that is spelt nearly as a word, or else begins or ends with it."""
     plain = {name.replace("_", "").lower(): name for name in known}

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from .kind import is_float
+
 
 def by_example(
     forward: Callable[[Any], dict[str, Array]], arrays: Any, ranks: Mapping[str, int]
@@ -37,7 +39,3 @@ def gradients_by(apply: Callable[[Any, Any], dict[str, Array]]) -> Callable[...,
         return pull({name: cotangents[name].astype(x.dtype) for name, x in results.items()})[0]
 
     return backward
-
-
-def is_float(x: Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)

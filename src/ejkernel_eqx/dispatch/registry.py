@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from .._errors import not_installed
 from .._operations import Family, OPERATIONS, PLATFORMS
-from .._signatures import nearest
+from .._signatures import check_one_of
 from .device import device_facts, DeviceFacts
 from .platform import Backend, parse_platform, Platform
 from .problem import Problem
@@ -246,10 +246,7 @@ class KernelRegistry:
     def ordered(self, operation: str) -> list[Implementation]:
         """All implementations of the operation, highest priority first; among equal ones of a platform, the latest first."""
         if operation not in self._table:
-            known = self.list_operations()
-            raise ValueError(
-                f"operation: expected one of {', '.join(known)}, received {operation!r}{nearest(operation, known)}"
-            )
+            check_one_of("operation", operation, self.list_operations())
         latest = reversed(self._table[operation].values())
         return sorted(latest, key=lambda i: (-i.priority, i.platform.value))
 

@@ -26,7 +26,7 @@ class Workers:
     def submit(self, work: Callable[[], T]) -> "concurrent.futures.Future[T]":
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         if not threading.main_thread().is_alive():
-            _do(future, work)
+            fulfil(future, work)
             return future
         with self._lock:
             self._waiting.append((future, work))
@@ -44,12 +44,13 @@ class Workers:
                     return
                 future, work = self._waiting.popleft()
             if threading.main_thread().is_alive():
-                _do(future, work)
+                fulfil(future, work)
             else:
                 future.cancel()
 
 
-def _do(future: "concurrent.futures.Future[Any]", work: Callable[[], Any]) -> None:
+def fulfil(future: "concurrent.futures.Future[Any]", work: Callable[[], Any]) -> None:
+    """Does the work, and gives the future its result or its error."""
     try:
         future.set_result(work())
     except BaseException as error:  # of any kind: it is raised where the result is asked for

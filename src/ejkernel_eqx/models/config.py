@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from .._signatures import nearest
 from ..nn.activations import ACTIVATIONS, UNGATED
-from ..nn.arguments import check_eps, check_flags, check_numbers, check_sizes
+from ..nn.arguments import check_fields, check_flags, check_numbers
 from ..sequences.packing import read_count
 
 Norms = Literal["pre", "pre_mlp", "post", "around", "residual", "parallel", "parallel_apart"]
@@ -48,9 +48,7 @@ class MLPConfig:
     gate_scale: float = 1.0
 
     def __post_init__(self):
-        check_sizes(hidden_dim=self.hidden_dim)
-        check_numbers(gate_scale=self.gate_scale)
-        check_flags(use_bias=self.use_bias, gated=self.gated)
+        check_fields(self)
         _check_one_of("activation", self.activation, ACTIVATIONS if self.gated else (*UNGATED, "xielu"))
 
 
@@ -123,8 +121,7 @@ class SharedBlockConfig:
     attention_adapters: bool = False
 
     def __post_init__(self):
-        check_sizes(count=self.count, adapter_rank=self.adapter_rank)
-        check_flags(attention_adapters=self.attention_adapters)
+        check_fields(self)
         object.__setattr__(self, "options", _sorted(self.options))
         _check_entries(self.options, ("num_heads", "num_kv_heads", "head_dim"), "MultiHeadAttention")
         if not isinstance(self.mlp, MLPConfig) or not self.mlp.gated:
@@ -269,24 +266,16 @@ class DecoderConfig:
     published: str | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self):
-        check_sizes(vocab_size=self.vocab_size, embed_dim=self.embed_dim)
+        check_fields(self)
         object.__setattr__(self, "layers", tuple(self.layers))
         if not self.layers or not all(isinstance(layer, LayerConfig) for layer in self.layers):
             raise ValueError(
                 f"layers: expected a LayerConfig for each layer, at least one, received {self.layers!r}."
             )
         self._check_keys()
-        if self.max_positions is not None:
-            check_sizes(max_positions=self.max_positions)
-        if self.layer_embedding is not None:
-            check_sizes(layer_embedding=self.layer_embedding)
-            if not all(isinstance(layer.mlp, MLPConfig) for layer in self.layers):
-                raise ValueError("layer_embedding: expected an MLPConfig in every layer, received others.")
-        check_eps(norm_eps=self.norm_eps)
-        check_numbers(embedding_scale=self.embedding_scale, logits_soft_cap=self.logits_soft_cap)
-        check_numbers(logits_scale=self.logits_scale)
-        check_flags(tie_embeddings=self.tie_embeddings, unit_offset_norms=self.unit_offset_norms)
-        check_flags(head_bias=self.head_bias)
+        has_mlps = all(isinstance(layer.mlp, MLPConfig) for layer in self.layers)
+        if self.layer_embedding is not None and not has_mlps:
+            raise ValueError("layer_embedding: expected an MLPConfig in every layer, received others.")
         _check_one_of("norm_type", self.norm_type, _NORM_TYPES)
 
     def _check_keys(self) -> None:

@@ -20,6 +20,7 @@ from ..nn.parts import Parts
 from ..nn.projection import compute_dtype_of, project
 from ..nn.tokens import clear, merge_heads, normed, split_heads
 from ..paged import RaggedBatch, RaggedPagedAttention
+from ..weights.attention_configs import cross_layer_options
 from ..weights.fill import fill_fields
 
 
@@ -42,6 +43,8 @@ class CrossLayerAttention(Module):
     num_heads: int = eqx.field(static=True)
     head_dim: int = eqx.field(static=True)
     compute_dtype: str | None = eqx.field(static=True)
+
+    _options_of = staticmethod(cross_layer_options)
 
     def __init__(
         self,

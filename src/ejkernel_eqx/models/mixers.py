@@ -12,17 +12,22 @@ def _without_place(layer: Callable[..., Any]) -> Callable[..., Any]:
     return lambda embed_dim, *, layer_index, num_layers, **options: layer(embed_dim, **options)
 
 
-MIXERS: dict[str, Callable[..., Any]] = {
-    "attention": _without_place(nn.MultiHeadAttention),
-    "cross_layer_attention": _without_place(CrossLayerAttention),
-    "latent_attention": _without_place(nn.MultiHeadLatentAttention),
-    "native_sparse_attention": _without_place(nn.NativeSparseAttention),
-    "mamba1": _without_place(nn.Mamba1Mixer),
-    "mamba2": _without_place(nn.Mamba2Mixer),
-    "mamba3": _without_place(nn.Mamba3Mixer),
-    "gated_linear_attention": _without_place(nn.GatedLinearAttention),
+LAYERS: dict[str, Any] = {
+    "attention": nn.MultiHeadAttention,
+    "cross_layer_attention": CrossLayerAttention,
+    "latent_attention": nn.MultiHeadLatentAttention,
+    "native_sparse_attention": nn.NativeSparseAttention,
+    "mamba1": nn.Mamba1Mixer,
+    "mamba2": nn.Mamba2Mixer,
+    "mamba3": nn.Mamba3Mixer,
+    "gated_linear_attention": nn.GatedLinearAttention,
     "lightning_attention": nn.LightningAttention,
-    "kimi_delta_attention": _without_place(nn.KimiDeltaAttention),
-    "gated_delta_net": _without_place(nn.GatedDeltaNet),
-    "gated_short_convolution": _without_place(nn.GatedShortConvolution),
+    "kimi_delta_attention": nn.KimiDeltaAttention,
+    "gated_delta_net": nn.GatedDeltaNet,
+    "gated_short_convolution": nn.GatedShortConvolution,
+}
+"""The class of each."""
+
+MIXERS: dict[str, Callable[..., Any]] = {
+    name: layer if layer is nn.LightningAttention else _without_place(layer) for name, layer in LAYERS.items()
 }

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from .._jitted import compiled_call
-from .._signatures import Module, nearest
+from .._signatures import check_one_of, Module
 from ..core.arguments import accumulator
 from ..nn.arguments import check_flags, check_tokens, read_array
 from ..pooling import MeanPooling
@@ -44,10 +44,7 @@ class Pooler(Module):
 
         **Raises:** `ValueError` for another `pooling`.
         """
-        if pooling not in _REDUCTIONS:
-            raise ValueError(
-                f"pooling: expected one of {', '.join(_REDUCTIONS)}, received {pooling!r}{nearest(pooling, _REDUCTIONS)}"
-            )
+        check_one_of("pooling", pooling, _REDUCTIONS)
         check_flags(normalize=normalize)
         self.layers, self.pool = tuple(layers), MeanPooling(_REDUCTIONS[pooling])
         self.pooling, self.normalize = pooling, normalize

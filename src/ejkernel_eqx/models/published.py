@@ -9,17 +9,9 @@ from typing import Any, NamedTuple
 from .._entries import Entries, entries_of, shown
 from .._errors import CheckpointError
 from .._signatures import nearest
-from ..weights import recurrent_configs
-from ..weights.attention_configs import (
-    attention_options,
-    BERTS,
-    cross_layer_options,
-    default_type,
-    source_of_keys,
-)
-from ..weights.configs import ACTIVATIONS, ALIASES, layer_type, refuse, text_entries, unit_offset_norms
+from ..weights.attention_configs import BERTS, source_of_keys, type_of
+from ..weights.configs import ACTIVATIONS, ALIASES, refuse, text_entries, unit_offset_norms
 from ..weights.expert_configs import experts_of, mixture_of_experts_options
-from ..weights.latent_configs import latent_attention_options
 from .config import (
     BranchConfig,
     DecoderConfig,
@@ -31,6 +23,7 @@ from .config import (
     NormType,
     SharedBlockConfig,
 )
+from .mixers import LAYERS
 
 
 class _Family(NamedTuple):
@@ -75,9 +68,10 @@ _MODERN_BERT = {"hidden_activation": "gelu", "norm_eps": 1e-5}
 _ZAMBA2 = {"hidden_act": "gelu", "num_mem_blocks": 1, "adapter_rank": 128}
 _QWEN3_5_MOE = {"full_attention_interval": 4, "intermediate_size": 512}  # of no layer, as all have experts
 
-_LIKE_LLAMA = "llama mistral qwen2 qwen3 dots1 qwen2_moe qwen3_moe minimax_m2 seed_oss granite granitemoe"
+_LIKE_LLAMA = "mistral qwen2 qwen3 dots1 qwen2_moe qwen3_moe minimax_m2 granitemoe"
 
 FAMILIES: dict[str, _Family] = {
+    **dict.fromkeys(("llama", "seed_oss", "granite"), _Family(mlp_bias="mlp_bias")),
     **dict.fromkeys(_LIKE_LLAMA.split(), _Family()),
     **dict.fromkeys(("phi3", "gpt_oss", "mixtral", "olmoe", "ministral3"), _Family(defaults=_EPS)),
     **dict.fromkeys(("olmo2", "olmo3", "exaone4"), _Family("post", defaults=_EPS)),
@@ -139,8 +133,8 @@ FAMILIES: dict[str, _Family] = {
     "glm4": _Family("around", defaults={"rms_norm_eps": 1.5625e-7}),
     "glm4_moe": _Family(defaults=_EPS),
     "glm4_moe_lite": _Family(attention="latent_attention", defaults=_EPS),
-    "smollm3": _Family(defaults=_TIED),
-    "arcee": _Family(has_gate=False, defaults=_EPS | {"hidden_act": "relu2"}),
+    "smollm3": _Family(mlp_bias="mlp_bias", defaults=_TIED),
+    "arcee": _Family(has_gate=False, mlp_bias="mlp_bias", defaults=_EPS | {"hidden_act": "relu2"}),
     "phi": _Family(
         "parallel",
         has_gate=False,
@@ -155,12 +149,13 @@ FAMILIES: dict[str, _Family] = {
         defaults=_TIED | _LAYER_EPS | {"hidden_act": _TANH, "use_bias": True},
     ),
     "granitemoehybrid": _Family(recurrent="mamba2", defaults={"shared_intermediate_size": 1024}),
-    "bamba": _Family(recurrent="mamba2", defaults=_EPS),
-    "falcon_h1": _Family(beside="mamba2", defaults=_EPS),
+    "bamba": _Family(recurrent="mamba2", mlp_bias="mlp_bias", defaults=_EPS),
+    "falcon_h1": _Family(beside="mamba2", mlp_bias="mlp_bias", defaults=_EPS),
     "jamba": _Family(recurrent="mamba1"),
     "nemotron_h": _Family(
         recurrent="mamba2",
         has_gate=False,
+        mlp_bias="mlp_bias",
         defaults={"layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2", "intermediate_size": 21504},
     ),
     "zamba2": _Family(
@@ -175,7 +170,9 @@ FAMILIES: dict[str, _Family] = {
             "residual", has_gate=False, norm_type="layer", mlp_bias=True, is_encoder=True, defaults=_BERT
         ),
     ),
-    "modernbert": _Family(norm_type="layer_without_bias", is_encoder=True, defaults=_MODERN_BERT),
+    "modernbert": _Family(
+        norm_type="layer_without_bias", mlp_bias="mlp_bias", is_encoder=True, defaults=_MODERN_BERT
+    ),
 }
 """The published models that a `Decoder` or an `Encoder` can be, by the `model_type` of their configuration."""
 
@@ -317,48 +314,22 @@ def stop_tokens(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 _BIDIRECTIONAL_PROMPTS = ("paligemma", "colpali")
 _WIDTHS = {"granitemoehybrid": "shared_intermediate_size", "llama4_text": "intermediate_size_mlp"}
-_MLP_BIASES = (
-    "bamba",
-    "falcon_h1",
-    "nemotron_h",
-    "arcee",
-    "granite",
-    "llama",
-    "modernbert",
-    "seed_oss",
-    "smollm3",
-)
 _NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers")
-_OPTIONS = {
-    "attention": attention_options,
-    "cross_layer_attention": cross_layer_options,
-    "latent_attention": latent_attention_options,
-    "mamba1": recurrent_configs.mamba1_options,
-    "mamba2": recurrent_configs.mamba2_options,
-    "gated_delta_net": recurrent_configs.gated_delta_net_options,
-    "gated_short_convolution": recurrent_configs.gated_short_convolution_options,
-    "kimi_delta_attention": recurrent_configs.kimi_delta_attention_options,
-    "lightning_attention": recurrent_configs.lightning_attention_options,
-}
 _PLACE = ("embed_dim", "layer_index", "num_layers")  # which the decoder says itself
 
 
 def _mixer(config: Entries, family: _Family, index: int) -> str:
     """The name of a layer's mixer."""
     # A model without attention lists no types.
-    if family.recurrent is not None and (not family.has_mlp or _is_linear(config, index)):
+    if family.recurrent is not None and (not family.has_mlp or type_of(config, index) == "linear_attention"):
         return family.recurrent
     return family.attention if source_of_keys(config, index) is None else "cross_layer_attention"
 
 
 def _options(config: Entries, mixer: str, index: int) -> dict[str, Any]:
     """The arguments that the mixer of a layer is built with."""
-    options = _OPTIONS[mixer](config, index)
+    options = LAYERS[mixer]._options_of(config, index)
     return {name: value for name, value in options.items() if name not in _PLACE}
-
-
-def _is_linear(config: Entries, index: int) -> bool:
-    return layer_type(config, index, lambda i: default_type(config, i)) == "linear_attention"
 
 
 def _layer(config: Entries, family: _Family, index: int) -> LayerConfig:
@@ -447,9 +418,8 @@ def _mlp(config: Entries, family: _Family, index: int) -> MLPConfig | MoEConfig 
         raise ValueError(
             f"hidden_act: expected one of {', '.join(ACTIVATIONS)}, received {name!r}; build a DecoderConfig by hand."
         )
-    has_bias = kind in _MLP_BIASES and bool(config.get("mlp_bias", False))
     own = family.mlp_bias
-    has_bias |= bool(config.get(own, False)) if isinstance(own, str) else own
+    has_bias = bool(config.get(own, False)) if isinstance(own, str) else own
     activation: Any = ACTIVATIONS.get(name, name)
     size = config[_WIDTHS.get(kind, "intermediate_size")]
     if config.get("use_double_wide_mlp", False) and source_of_keys(config, index) is not None:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .._signatures import nearest
+from .._signatures import check_one_of
 from ..dispatch import Backend, place_of_calls
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu")
@@ -38,18 +38,16 @@ def _gated(name: str, gate: Array, up: Array) -> Array:
     if name == "clamped_swiglu":
         gate, up = jnp.minimum(gate, _LIMIT), jnp.clip(up, -_LIMIT, _LIMIT)
         return (up + 1) * gate * jax.nn.sigmoid(_ALPHA * gate)
-    if name == "gelu_tanh":
-        return jax.nn.gelu(gate, approximate=True) * up
-    return {"silu": jax.nn.silu, "relu": jax.nn.relu}.get(name, lambda x: jax.nn.gelu(x, approximate=False))(
-        gate
-    ) * up
+    return ungated(name, gate) * up
 
 
 def ungated(name: str, x: Array) -> Array:
     """$f(x)$; `"relu2"` is the square of `"relu"`."""
     if name in ("gelu", "gelu_tanh"):
         return jax.nn.gelu(x, approximate=name == "gelu_tanh")
-    return jax.nn.silu(x) if name == "silu" else jax.nn.relu(x) ** (2 if name == "relu2" else 1)
+    if name == "silu":
+        return jax.nn.silu(x)
+    return jax.nn.relu(x) ** 2 if name == "relu2" else jax.nn.relu(x)
 
 
 def matmul_options(name: str) -> dict[str, Any]:
@@ -60,8 +58,4 @@ def matmul_options(name: str) -> dict[str, Any]:
 
 
 def check_activation(name: str, has_gate: bool = True) -> None:
-    known = ACTIVATIONS if has_gate else UNGATED
-    if name not in known:
-        raise ValueError(
-            f"activation: expected one of {', '.join(known)}, received {name!r}{nearest(name, known)}"
-        )
+    check_one_of("activation", name, ACTIVATIONS if has_gate else UNGATED)

@@ -3,8 +3,12 @@
 Values are checked when they are known: outside `jit` and other transformations.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import dataclasses
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +23,42 @@ from ..core.arguments import check_numbers as check_numbers
 from ..core.arguments import check_sizes as check_sizes
 from ..core.arguments import read_array as read_array
 from ..core.arguments import read_sizes as read_sizes
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def checked(init: F) -> F:
+    """A decorator of a constructor, whose arguments are checked as they are declared: an `int` is a size, a `bool` a flag, and a `float` a number,
+    not negative if its name ends with `eps`. Where `None` is declared, it is no error. The constructor receives sizes as integers of Python."""
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def call(*args: Any, **kwargs: Any) -> None:
+        __tracebackhide__ = True
+        given, declared = signature.bind(*args, **kwargs).arguments, signature.parameters
+        init(**{name: _read(name, declared[name].annotation, value) for name, value in given.items()})
+
+    return call  # pyright: ignore[reportReturnType]
+
+
+def check_fields(instance: Any) -> None:
+    """The same checks of the fields of a dataclass."""
+    for field in dataclasses.fields(instance):
+        _read(field.name, field.type, getattr(instance, field.name))
+
+
+def _read(name: str, declared: Any, value: Any) -> Any:
+    kinds = {*(get_args(declared) or (declared,))}
+    if value is None and types.NoneType in kinds:
+        return None
+    kinds -= {types.NoneType}
+    if kinds == {int}:
+        return read_sizes(**{name: value})[0]
+    if kinds == {bool}:
+        check_flags(**{name: value})
+    elif kinds in ({float}, {int, float}):
+        (check_eps if name.endswith("eps") else check_numbers)(**{name: value})
+    return value
 
 
 def check_divides(name: str, part: int, whole_name: str, whole: int) -> None:

@@ -24,10 +24,11 @@ from ..rotary.heads import RotaryHeads
 from ..weights.attention import multi_head_attention
 from ..weights.attention_configs import attention_options
 from .alibi import read_alibi
-from .arguments import check_eps, check_flags, check_numbers, read_sizes
+from .arguments import check_flags, checked, read_sizes
 from .attention_inputs import (
     CallInputs,
     check_call,
+    check_chunk,
     check_forget_gate,
     check_heads,
     check_keys_as_values,
@@ -35,7 +36,6 @@ from .attention_inputs import (
     check_pages,
     head_dim_of,
     read_biases,
-    read_chunk,
     read_temperature,
     window_of,
 )
@@ -99,6 +99,7 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
     chunk_size: int | None = eqx.field(static=True)
     compute_dtype: str | None = eqx.field(static=True)
 
+    @checked
     def __init__(
         self,
         embed_dim: int,
@@ -181,27 +182,16 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
             of the two, so a float32 layer computes in float32 for any input.
         - `key`: PRNG key for the initial weights.
         """
-        embed_dim, num_heads = read_sizes(embed_dim=embed_dim, num_heads=num_heads)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         head_dim = head_dim_of(embed_dim, num_heads, head_dim)
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         kv_embed_dim = embed_dim if kv_embed_dim is None else kv_embed_dim
         v_embed_dim = kv_embed_dim if v_embed_dim is None else v_embed_dim
         output_size = embed_dim if output_size is None else output_size
-        num_kv_heads, head_dim, v_head_dim = read_sizes(
-            num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim
-        )
-        kv_embed_dim, v_embed_dim, output_size = read_sizes(
-            kv_embed_dim=kv_embed_dim, v_embed_dim=v_embed_dim, output_size=output_size
-        )
         check_heads(num_heads, num_kv_heads, head_dim, rope)
         self.norm_over_all = check_norm(qk_norm)
         q_bias, k_bias, v_bias = read_biases(use_qkv_bias)
-        check_flags(use_output_bias=use_output_bias, causal=causal)
         self.alibi = read_alibi(alibi, num_heads, causal)
-        check_flags(sinks=sinks, output_gate=output_gate, deterministic=deterministic)
-        check_numbers(logits_soft_cap=logits_soft_cap, softmax_scale=softmax_scale, dropout_rate=dropout_rate)
-        check_eps(qk_norm_eps=qk_norm_eps)
         q_dim = num_heads * (head_dim + v_head_dim if output_gate else head_dim)
         check_forget_gate(forget_gate, causal and not alibi and sequence_axis is None)
         parts = Parts(key, 5 if forget_gate else 4, dtype, compute_dtype)
@@ -222,13 +212,13 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
             dtype=parts.dtype,
         )
         self.q_norm, self.k_norm = (norm(num_heads), norm(num_kv_heads)) if qk_norm else (None, None)
-        check_flags(v_norm=v_norm)
         unweighted = eqx.nn.RMSNorm(v_head_dim, qk_norm_eps, use_weight=False, use_bias=False)
         self.v_norm = unweighted if v_norm else None
         self.sinks = jnp.zeros(num_heads, parts.dtype) if sinks else None
         self.rope = rope
         self.sliding_window = read_window(sliding_window, causal)
-        self.chunk_size = read_chunk(chunk_size, causal and sliding_window is None and sequence_axis is None)
+        check_chunk(chunk_size, causal and sliding_window is None and sequence_axis is None)
+        self.chunk_size = chunk_size
         sliding_window = None if isinstance(sliding_window, Array | np.ndarray) else sliding_window
         limits: Any = (sliding_window, logits_soft_cap, softmax_scale)
         kernel: Any = {"deterministic": deterministic, "platform": platform, "config": config}

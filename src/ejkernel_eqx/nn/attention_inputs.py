@@ -92,9 +92,8 @@ def read_biases(use_qkv_bias: Any) -> tuple[bool, bool, bool]:
     return flags
 
 
-def check_keys_as_values(flag: Any, keys: tuple[int, int], values: tuple[int, int]) -> None:
+def check_keys_as_values(flag: bool, keys: tuple[int, int], values: tuple[int, int]) -> None:
     """`keys` and `values` are the features of a head and of the input."""
-    check_flags(keys_as_values=flag)
     if flag and keys != values:
         raise ValueError(
             f"keys_as_values: expected keys and values of the same features, and of the same input, received {keys} and {values}; leave out "
@@ -102,23 +101,18 @@ def check_keys_as_values(flag: Any, keys: tuple[int, int], values: tuple[int, in
         )
 
 
-def check_forget_gate(flag: Any, is_possible: bool) -> None:
-    check_flags(forget_gate=flag)
+def check_forget_gate(flag: bool, is_possible: bool) -> None:
     if flag and not is_possible:
         raise ValueError(
             "forget_gate: expected False but in a causal layer without alibi and sequence_axis, received True; leave out the others."
         )
 
 
-def read_chunk(size: Any, is_possible: bool) -> int | None:
-    if size is None:
-        return None
-    (size,) = read_sizes(chunk_size=size)
-    if not is_possible:
+def check_chunk(size: int | None, is_possible: bool) -> None:
+    if size is not None and not is_possible:
         raise ValueError(
             f"chunk_size: expected None but in a causal layer without sliding_window and sequence_axis, received {size}; leave out the others."
         )
-    return size
 
 
 def read_temperature(value: Any, rope: Any, sequence_axis: str | None) -> tuple[float, int, int] | None:

@@ -16,7 +16,7 @@ from .._signatures import Module
 from ..core.arguments import wide
 from ..native_sparse import blocks
 from ..parallel import Leading, over_mesh
-from .arguments import check_divides, check_sizes, read_array
+from .arguments import check_divides, checked, read_array
 from .initial import normal
 from .parts import Parts
 
@@ -41,6 +41,7 @@ class BlockCompression(Module):
     size: int = eqx.field(static=True)
     stride: int = eqx.field(static=True)
 
+    @checked
     def __init__(
         self,
         num_heads: int,
@@ -60,10 +61,7 @@ class BlockCompression(Module):
         - `dtype`: of the parameters; default float32 (float64 in JAX's 64-bit mode).
         - `key`: PRNG key for the initial weights.
         """
-        check_sizes(num_heads=num_heads, head_dim=head_dim)
         check_divides("stride", stride, "size", size)
-        if hidden_dim is not None:
-            check_sizes(hidden_dim=hidden_dim)
         parts = Parts(key, 5, dtype, None)
         drawn = lambda features, *shape: parts.uniform((num_heads, *shape), features**-0.5)
         width = size * head_dim

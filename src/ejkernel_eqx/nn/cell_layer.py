@@ -18,16 +18,7 @@ from ..core.arguments import accumulator
 from ..dispatch import PlatformLike
 from ..weights.fill import replaced
 from ..weights.view import Weights
-from .arguments import (
-    check_flags,
-    check_numbers,
-    read_array,
-    read_batch_shape,
-    read_dtype,
-    read_packed,
-    read_sizes,
-    read_tokens,
-)
+from .arguments import checked, read_array, read_batch_shape, read_dtype, read_packed, read_tokens
 from .parts import Parts
 from .projection import compute_dtype_of, product, stored_dtype_of
 from .signatures import CellInputs, Output, Tokens
@@ -75,6 +66,7 @@ class CellLayer(Module):
 
     _cell: ClassVar[str]
 
+    @checked
     def __init__(
         self,
         input_size: int,
@@ -108,11 +100,6 @@ class CellLayer(Module):
 
         **Raises:** `ValueError` for invalid arguments.
         """
-        input_size, hidden_size, num_layers = read_sizes(
-            input_size=input_size, hidden_size=hidden_size, num_layers=num_layers
-        )
-        check_flags(use_bias=use_bias, bidirectional=bidirectional)
-        check_numbers(dropout_rate=dropout_rate)
         if not 0.0 <= dropout_rate < 1.0:
             raise ValueError(f"dropout_rate: expected a probability in [0, 1), received {dropout_rate}.")
         if self._cell == "rnn" and gate_activation != "sigmoid":

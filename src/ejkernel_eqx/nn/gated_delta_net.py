@@ -13,7 +13,7 @@ from ..dispatch import PlatformLike
 from ..recurrence import DeltaProduct, GatedDeltaRule
 from ..weights.recurrent import gated_delta_net
 from ..weights.recurrent_configs import gated_delta_net_options
-from .arguments import check_divides, check_eps, check_flags, read_sizes
+from .arguments import check_divides, checked
 from .gated_rms_norm import GatedRMSNorm
 from .parts import Parts
 from .projection import project, project_parts
@@ -58,6 +58,7 @@ class GatedDeltaNet(RecurrentLayer):
     _options_of = staticmethod(gated_delta_net_options)
     _published = gated_delta_net
 
+    @checked
     def __init__(
         self,
         embed_dim: int,
@@ -87,16 +88,9 @@ class GatedDeltaNet(RecurrentLayer):
         - `num_householder`: writes per token, `M`.
         """
         v_heads = num_k_heads if num_v_heads is None else num_v_heads
-        num_k_heads, v_heads, writes = read_sizes(
-            num_k_heads=num_k_heads, num_v_heads=v_heads, num_householder=num_householder
-        )
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        embed_dim, head_dim, v_head_dim, conv_width = read_sizes(
-            embed_dim=embed_dim, head_dim=head_dim, v_head_dim=v_head_dim, conv_width=conv_width
-        )
+        writes = num_householder
         check_divides("num_k_heads", num_k_heads, "num_v_heads", v_heads)
-        check_flags(allow_neg_eigval=allow_neg_eigval)
-        check_eps(norm_eps=norm_eps)
         key_dim, value_dim = num_k_heads * head_dim, v_heads * v_head_dim
         parts = Parts(key, 5, dtype, compute_dtype, platform, sequence_axis)
         self.in_proj_qkvz = parts.linear(embed_dim, (1 + writes) * (key_dim + value_dim))
@@ -113,9 +107,6 @@ class GatedDeltaNet(RecurrentLayer):
         self.num_householder = writes
         self.embed_dim, self.num_k_heads, self.num_v_heads = embed_dim, num_k_heads, v_heads
         self.head_dim, self.v_head_dim, self.compute_dtype = head_dim, v_head_dim, parts.compute_dtype
-
-    def _projections(self) -> tuple[Any, ...]:
-        return self.in_proj_qkvz, self.in_proj_ba, self.out_proj
 
     def _kept(self) -> tuple[tuple[ShortConvolution, ...], tuple[int, ...]]:
         return (self.conv1d,), (self.num_v_heads, self.head_dim, self.v_head_dim)

@@ -14,7 +14,7 @@ from ..dispatch import PlatformLike
 from ..recurrence import GatedLinearAttention as Operation
 from ..weights.recurrent import gated_linear_attention
 from ..weights.recurrent_configs import gated_linear_attention_options
-from .arguments import check_divides, check_eps, check_flags, check_numbers, read_sizes, width_of
+from .arguments import check_divides, checked, width_of
 from .gated_rms_norm import GatedRMSNorm
 from .parts import Parts
 from .projection import project
@@ -61,6 +61,7 @@ class GatedLinearAttention(RecurrentLayer):
     _options_of = staticmethod(gated_linear_attention_options)
     _published = gated_linear_attention
 
+    @checked
     def __init__(
         self,
         embed_dim: int,
@@ -97,17 +98,10 @@ class GatedLinearAttention(RecurrentLayer):
         - `gate_logit_normalizer`: divisor of the log-sigmoid.
         - `gate_min`: lower bound of the log-decay; `None` for no bound.
         """
-        (num_heads,) = read_sizes(num_heads=num_heads)
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        embed_dim, conv_width, gate_low_rank_dim = read_sizes(
-            embed_dim=embed_dim, conv_width=conv_width, gate_low_rank_dim=gate_low_rank_dim
-        )
         check_divides("num_kv_heads", kv_heads, "num_heads", num_heads)
         head_dim = width_of("expand_k", expand_k, embed_dim, num_heads, "features per head")
         v_head_dim = width_of("expand_v", expand_v, embed_dim, num_heads, "features per head")
-        check_flags(use_short_conv=use_short_conv, use_conv_bias=use_conv_bias, output_gate=output_gate)
-        check_eps(norm_eps=norm_eps)
-        check_numbers(gate_logit_normalizer=gate_logit_normalizer, gate_min=gate_min)
         if not gate_logit_normalizer or gate_logit_normalizer < 0:
             raise ValueError(
                 f"gate_logit_normalizer: expected a positive number, received {gate_logit_normalizer!r}; log-decays are at most 0."
@@ -130,9 +124,6 @@ class GatedLinearAttention(RecurrentLayer):
         self.head_dim, self.v_head_dim = head_dim, v_head_dim
         self.gate_low_rank_dim, self.compute_dtype = gate_low_rank_dim, parts.compute_dtype
         self.gate_logit_normalizer, self.gate_min = float(gate_logit_normalizer), gate_min
-
-    def _projections(self) -> tuple[Any, ...]:
-        return self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.gk_proj, self.o_proj
 
     def _convolutions(self) -> tuple[ShortConvolution, ...]:
         return tuple(conv for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d) if conv is not None)

@@ -12,7 +12,7 @@ from .._shapes import AnyArray, Float
 from .._signatures import Module
 from ..dispatch import PlatformLike
 from ..normalization import GatedRMSNorm as _GatedRMSNorm
-from .arguments import check_eps, check_flags, read_array, read_dtype, read_sizes
+from .arguments import checked, read_array, read_dtype
 
 
 class GatedRMSNorm(Module):
@@ -34,6 +34,7 @@ class GatedRMSNorm(Module):
     norm: _GatedRMSNorm
     features: int = eqx.field(static=True)
 
+    @checked
     def __init__(
         self,
         features: int,
@@ -54,11 +55,6 @@ class GatedRMSNorm(Module):
         - `use_weight`: whether the norm has a weight, initialised to ones.
         - `dtype`: of the weight; default float32 (float64 in JAX's 64-bit mode).
         """
-        (features,) = read_sizes(features=features)
-        if group_size is not None:
-            (group_size,) = read_sizes(group_size=group_size)
-        check_flags(norm_before_gate=norm_before_gate, use_weight=use_weight)
-        check_eps(eps=eps)
         if features % (group_size or features):
             raise ValueError(
                 f"features: expected a positive multiple of group_size={group_size}, received {features}; groups have equal sizes."

@@ -10,7 +10,7 @@ from jaxtyping import PRNGKeyArray
 from ..convolution import CausalConv1d
 from ..dispatch import PlatformLike
 from ..weights.recurrent_configs import gated_short_convolution_options
-from .arguments import check_flags, read_sizes
+from .arguments import checked
 from .parts import Parts
 from .projection import project, project_parts
 from .recurrent import RecurrentLayer, Rows
@@ -36,6 +36,7 @@ class GatedShortConvolution(RecurrentLayer):
 
     _options_of = staticmethod(gated_short_convolution_options)
 
+    @checked
     def __init__(
         self,
         embed_dim: int,
@@ -54,8 +55,6 @@ class GatedShortConvolution(RecurrentLayer):
         - `conv_width`: kernel size of the convolution, `W`.
         - `use_bias`: whether the convolution, `in_proj` and `out_proj` have biases.
         """
-        embed_dim, conv_width = read_sizes(embed_dim=embed_dim, conv_width=conv_width)
-        check_flags(use_bias=use_bias)
         parts = Parts(key, 3, dtype, compute_dtype, platform, sequence_axis)
         self.in_proj = parts.linear(embed_dim, 3 * embed_dim, use_bias)
         self.conv = parts.convolution(embed_dim, conv_width, use_bias, activation=None, config=config)
@@ -65,9 +64,6 @@ class GatedShortConvolution(RecurrentLayer):
     @property
     def recurrence(self) -> CausalConv1d:
         return self.conv.convolution
-
-    def _projections(self) -> tuple[Any, ...]:
-        return self.in_proj, self.out_proj
 
     def _kept(self) -> tuple[tuple[ShortConvolution, ...], tuple[int, ...]]:
         return (), (self.conv.width - 1, self.embed_dim)

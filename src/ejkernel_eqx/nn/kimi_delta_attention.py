@@ -12,7 +12,7 @@ from ..dispatch import PlatformLike
 from ..recurrence import KernelDeltaAttention
 from ..weights.recurrent import kimi_delta_attention
 from ..weights.recurrent_configs import kimi_delta_attention_options
-from .arguments import check_divides, check_eps, check_flags, check_numbers, read_sizes
+from .arguments import check_divides, checked
 from .gated_rms_norm import GatedRMSNorm
 from .parts import Parts
 from .projection import project, project_together
@@ -61,6 +61,7 @@ class KimiDeltaAttention(RecurrentLayer):
     _options_of = staticmethod(kimi_delta_attention_options)
     _published = kimi_delta_attention
 
+    @checked
     def __init__(
         self,
         embed_dim: int,
@@ -93,18 +94,9 @@ class KimiDeltaAttention(RecurrentLayer):
         - `lower_bound`: negative; the log-decays are then $\mathrm{lower\_bound} \cdot \sigma(e^{A} (f + b_{dt}))$, with
             $f = x W_{fa}^\top W_{fb}^\top$.
         """
-        (num_heads,) = read_sizes(num_heads=num_heads)
         v_heads = num_heads if num_v_heads is None else num_v_heads
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        embed_dim, head_dim, v_head_dim, conv_width = read_sizes(
-            embed_dim=embed_dim, head_dim=head_dim, v_head_dim=v_head_dim, conv_width=conv_width
-        )
         check_divides("num_heads", num_heads, "num_v_heads", v_heads)
-        check_flags(
-            use_conv_bias=use_conv_bias, use_gate_bias=use_gate_bias, allow_neg_eigval=allow_neg_eigval
-        )
-        check_eps(norm_eps=norm_eps)
-        check_numbers(lower_bound=lower_bound)
         key_dim, value_dim, bounded = num_heads * head_dim, v_heads * v_head_dim, lower_bound is not None
         widths = (key_dim, key_dim, value_dim)
         parts = Parts(key, 14, dtype, compute_dtype, platform, sequence_axis)
@@ -127,10 +119,6 @@ class KimiDeltaAttention(RecurrentLayer):
         self.recurrence = parts.operation(KernelDeltaAttention, state_dtype, config, **rule)
         self.embed_dim, self.num_heads, self.num_v_heads = embed_dim, num_heads, v_heads
         self.head_dim, self.v_head_dim, self.compute_dtype = head_dim, v_head_dim, parts.compute_dtype
-
-    def _projections(self) -> tuple[Any, ...]:
-        decay, gate = (self.f_a_proj, self.f_b_proj), (self.g_a_proj, self.g_b_proj)
-        return self.q_proj, self.k_proj, self.v_proj, *decay, self.b_proj, *gate, self.o_proj
 
     def _kept(self) -> tuple[tuple[ShortConvolution, ...], tuple[int, ...]]:
         state = (self.num_v_heads, self.head_dim, self.v_head_dim)

@@ -23,7 +23,7 @@ from ..paged import PagedLatentCache, RaggedBatch, RaggedPagedAttention
 from ..paged.cache.pages import filled_dtype
 from ..rotary import RotaryEmbedding, YarnScaling
 from ..weights.latent_configs import latent_attention_options
-from .arguments import check_eps, check_flags, check_numbers, read_sizes
+from .arguments import checked
 from .attention_inputs import CallInputs, check_rows
 from .attention_places import locate, Places, places_over_pages, Rows
 from .heads_for_tokens import LatentOverTokens, over_tokens
@@ -76,6 +76,7 @@ class MultiHeadLatentAttention(PagedLayer[PagedLatentCache], Published):
     split: Split | None = eqx.field(static=True)
     compute_dtype: str | None = eqx.field(static=True)
 
+    @checked
     def __init__(
         self,
         embed_dim: int,
@@ -120,18 +121,7 @@ class MultiHeadLatentAttention(PagedLayer[PagedLatentCache], Published):
         - `dtype`, `compute_dtype`: as in [`ejkernel_eqx.nn.MultiHeadAttention`][].
         - `key`: PRNG key for the initial weights.
         """
-        embed_dim, num_heads, kv_lora_rank = read_sizes(
-            embed_dim=embed_dim, num_heads=num_heads, kv_lora_rank=kv_lora_rank
-        )
         v_head_dim = qk_nope_head_dim if v_head_dim is None else v_head_dim
-        qk_nope_head_dim, qk_rope_head_dim, v_head_dim = read_sizes(
-            qk_nope_head_dim=qk_nope_head_dim, qk_rope_head_dim=qk_rope_head_dim, v_head_dim=v_head_dim
-        )
-        if q_lora_rank is not None:
-            (q_lora_rank,) = read_sizes(q_lora_rank=q_lora_rank)
-        check_flags(use_bias=use_bias)
-        check_numbers(logits_soft_cap=logits_soft_cap, softmax_scale=softmax_scale)
-        check_eps(norm_eps=norm_eps)
         self.rope = _read_rope(rope, qk_rope_head_dim)
         self.split = split_of(sequence_axis, token_order)
         parts, dim = Parts(key, 5, dtype, compute_dtype), qk_nope_head_dim + qk_rope_head_dim

@@ -17,7 +17,7 @@ from ..recurrence import lightning_slopes
 from ..recurrence import LightningAttention as Operation
 from ..weights.recurrent import lightning_attention
 from ..weights.recurrent_configs import lightning_attention_options
-from .arguments import check_eps, is_known, read_array, read_sizes
+from .arguments import checked, is_known, read_array
 from .attention_inputs import head_dim_of
 from .gated_rms_norm import GatedRMSNorm
 from .parts import Parts
@@ -54,6 +54,7 @@ class LightningAttention(RecurrentLayer):
     _options_of = staticmethod(lightning_attention_options)
     _published = lightning_attention
 
+    @checked
     def __init__(
         self,
         embed_dim: int,
@@ -77,12 +78,7 @@ class LightningAttention(RecurrentLayer):
         - `layer_index`, `num_layers`: index of the layer in the model, from 0, and the number of all layers of the model.
             The index may be a traced integer, under `equinox.filter_vmap`.
         """
-        embed_dim, num_heads, num_layers = read_sizes(
-            embed_dim=embed_dim, num_heads=num_heads, num_layers=num_layers
-        )
         head_dim = head_dim_of(embed_dim, num_heads, head_dim)
-        (head_dim,) = read_sizes(head_dim=head_dim)
-        check_eps(norm_eps=norm_eps)
         _check_place(layer_index, num_heads, num_layers)
         width = num_heads * head_dim
         parts = Parts(key, 3, dtype, compute_dtype, platform, sequence_axis)
@@ -94,9 +90,6 @@ class LightningAttention(RecurrentLayer):
         self.recurrence = parts.operation(Operation, state_dtype, config, slopes=None, scale=1.0)
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, head_dim
         self.num_layers, self.compute_dtype = num_layers, parts.compute_dtype
-
-    def _projections(self) -> tuple[Any, ...]:
-        return self.qkv_proj, self.output_gate, self.out_proj
 
     def slopes(self) -> Float[Array, " H"]:
         """Returns the slopes of the heads, `[H]`, in float32 (float64 for float64)."""

@@ -13,7 +13,7 @@ from ..core.arguments import rate_of
 from ..dispatch import PlatformLike
 from ..selective_scan import StateSpaceV1
 from ..weights.recurrent_configs import mamba1_options
-from .arguments import check_eps, check_flags, read_sizes, width_of
+from .arguments import check_flags, checked, width_of
 from .parts import Parts
 from .projection import project, project_apart, project_parts
 from .recurrent import RecurrentLayer, Rows
@@ -54,6 +54,7 @@ class Mamba1Mixer(RecurrentLayer):
 
     _options_of = staticmethod(mamba1_options)
 
+    @checked
     def __init__(
         self,
         embed_dim: int,
@@ -85,15 +86,10 @@ class Mamba1Mixer(RecurrentLayer):
         - `inner_norms`, `inner_norm_eps`: whether $\delta$, $B$, $C$ are normalised, `"weighted"` for norms with weights, and the number added to
             the mean square.
         """
-        embed_dim, state_size, conv_width = read_sizes(
-            embed_dim=embed_dim, state_size=state_size, conv_width=conv_width
-        )
         inner = width_of("expand", expand, embed_dim, 1, "channels") if inner_dim is None else inner_dim
         rank = math.ceil(embed_dim / 16) if dt_rank is None else dt_rank
-        inner, rank = read_sizes(inner_dim=inner, dt_rank=rank)
         weighted = isinstance(inner_norms, str) and inner_norms == "weighted"
-        check_flags(use_conv_bias=use_conv_bias, use_bias=use_bias, inner_norms=weighted or inner_norms)
-        check_eps(inner_norm_eps=inner_norm_eps)
+        check_flags(inner_norms=weighted or inner_norms)
         parts = Parts(key, 6, dtype, compute_dtype, platform, sequence_axis)
         self.in_proj = parts.linear(embed_dim, 2 * inner, use_bias)
         self.conv1d = parts.convolution(inner, conv_width, use_conv_bias)
@@ -117,9 +113,6 @@ class Mamba1Mixer(RecurrentLayer):
         self.embed_dim, self.inner_dim = embed_dim, inner
         self.state_size, self.dt_rank = state_size, rank
         self.compute_dtype = parts.compute_dtype
-
-    def _projections(self) -> tuple[Any, ...]:
-        return self.in_proj, self.x_proj, self.dt_proj, self.out_proj
 
     def _kept(self) -> tuple[tuple[ShortConvolution, ...], tuple[int, ...]]:
         return (self.conv1d,), (self.inner_dim, self.state_size)

@@ -14,7 +14,7 @@ from ..core.arguments import rate_of
 from ..dispatch import PlatformLike
 from ..recurrence import StateSpaceV2
 from ..weights.recurrent_configs import mamba2_options
-from .arguments import check_divides, check_eps, check_flags, check_numbers, read_sizes, width_of
+from .arguments import check_divides, check_numbers, checked, width_of
 from .gated_rms_norm import GatedRMSNorm
 from .parts import Parts
 from .projection import project, project_parts
@@ -54,6 +54,7 @@ class Mamba2Mixer(RecurrentLayer):
 
     _options_of = staticmethod(mamba2_options)
 
+    @checked
     def __init__(
         self,
         embed_dim: int,
@@ -94,24 +95,16 @@ class Mamba2Mixer(RecurrentLayer):
         - `use_conv_bias`, `use_bias`: whether the convolution, and `in_proj` and `out_proj`, have biases.
         - `multipliers`: what $z$, $x$, $B$, $C$ and $\delta$ are multiplied by behind `in_proj` (Falcon-H1); default none.
         """
-        embed_dim, state_size, conv_width = read_sizes(
-            embed_dim=embed_dim, state_size=state_size, conv_width=conv_width
-        )
         inner = width_of("expand", expand, embed_dim, 1, "channels") if inner_dim is None else inner_dim
-        check_flags(use_norm=use_norm, norm_before_gate=norm_before_gate)
-        check_flags(use_conv_bias=use_conv_bias, use_bias=use_bias)
-        check_eps(norm_eps=norm_eps)
         if multipliers is not None and (not isinstance(multipliers, tuple) or len(multipliers) != 5):
             raise ValueError(
                 f"multipliers: expected five numbers, for z, x, B, C and dt, or None, received {multipliers!r}."
             )
         check_numbers(**{f"multipliers[{i}]": value for i, value in enumerate(multipliers or ())})
-        inner, head_dim, num_groups = read_sizes(inner_dim=inner, head_dim=head_dim, num_groups=num_groups)
         check_divides("head_dim", head_dim, "inner_dim", inner)
         heads = inner // head_dim
         check_divides("num_groups", num_groups, "heads", heads)
         group_size = inner // num_groups if norm_group_size is None else norm_group_size
-        (group_size,) = read_sizes(norm_group_size=group_size)
         check_divides("norm_group_size", group_size, "inner_dim", inner)
         mixed = inner + 2 * num_groups * state_size
         parts = Parts(key, 5, dtype, compute_dtype, platform, sequence_axis)
@@ -128,9 +121,6 @@ class Mamba2Mixer(RecurrentLayer):
         self.embed_dim, self.inner_dim, self.compute_dtype = embed_dim, inner, parts.compute_dtype
         self.num_heads, self.num_groups, self.state_size = heads, num_groups, state_size
         self.multipliers = multipliers
-
-    def _projections(self) -> tuple[Any, ...]:
-        return self.in_proj, self.out_proj
 
     def _kept(self) -> tuple[tuple[ShortConvolution, ...], tuple[int, ...]]:
         return (self.conv1d,), (self.num_heads, self.inner_dim // self.num_heads, self.state_size)

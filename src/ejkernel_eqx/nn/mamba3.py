@@ -15,7 +15,7 @@ from ..core.arguments import wide
 from ..dispatch import PlatformLike
 from ..recurrence import StateSpaceV3
 from ..recurrence.gates import silu_gated, softplus
-from .arguments import check_divides, check_eps, check_flags, check_numbers, read_sizes, width_of
+from .arguments import check_divides, check_eps, checked, width_of
 from .gated_rms_norm import GatedRMSNorm
 from .parts import Parts
 from .projection import project, project_parts
@@ -63,6 +63,7 @@ class Mamba3Mixer(RecurrentLayer):
     min_rate: float = eqx.field(static=True)
     compute_dtype: str | None = eqx.field(static=True)
 
+    @checked
     def __init__(
         self,
         embed_dim: int,
@@ -97,16 +98,9 @@ class Mamba3Mixer(RecurrentLayer):
         - `use_norm`: whether the output is normalised.
         - `norm_eps`: of all norms.
         """
-        embed_dim, state_size, head_dim = read_sizes(
-            embed_dim=embed_dim, state_size=state_size, head_dim=head_dim
-        )
         inner = width_of("expand", expand, embed_dim, 1, "channels") if inner_dim is None else inner_dim
-        inner, num_groups, ranks = read_sizes(
-            inner_dim=inner, num_groups=num_groups, mimo_rank=1 if mimo_rank is None else mimo_rank
-        )
-        check_flags(use_norm=use_norm)
-        check_eps(norm_eps=norm_eps, min_rate=min_rate)
-        check_numbers(rope_fraction=rope_fraction)
+        ranks = mimo_rank or 1
+        check_eps(min_rate=min_rate)
         angles = 0 if rope_fraction is None else int(state_size * rope_fraction) // 2
         if state_size % 2 or not 0 < angles <= state_size // 2:
             raise ValueError(
@@ -134,10 +128,7 @@ class Mamba3Mixer(RecurrentLayer):
         self.embed_dim, self.inner_dim, self.compute_dtype = embed_dim, inner, parts.compute_dtype
         self.num_heads, self.num_groups, self.state_size = heads, num_groups, state_size
         self.num_angles, self.min_rate = angles, float(min_rate)
-        self.mimo_rank = None if mimo_rank is None else ranks
-
-    def _projections(self) -> tuple[Any, ...]:
-        return self.in_proj, self.out_proj
+        self.mimo_rank = mimo_rank
 
     def _kept(self) -> tuple[tuple[Any, ...], tuple[tuple[int, ...], ...]]:
         channels, ranks = self.inner_dim // self.num_heads, self.mimo_rank or 1

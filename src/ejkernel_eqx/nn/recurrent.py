@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, overload, TYPE_CHECKING, Unpack
+from typing import Any, get_args, overload, TYPE_CHECKING, Unpack
 
 import equinox as eqx
 import jax
@@ -61,9 +61,10 @@ class RecurrentLayer(Published):
     def _kept(self) -> tuple[Sequence[ShortConvolution], tuple[Any, ...]]:
         """The short convolutions, and the shape of the state of the recurrence, without leading axes; of a tuple of states those of all."""
 
-    @abc.abstractmethod
     def _projections(self) -> tuple[Any, ...]:
-        """The projections of the layer."""
+        """The values of the fields declared as projections: the projections of the layer, or what stands in their places."""
+        fields = dataclasses.fields(self)
+        return tuple(getattr(self, f.name) for f in fields if eqx.nn.Linear in (f.type, *get_args(f.type)))
 
     def _stored_dtype(self) -> Any:
         return stored_dtype_of(self.compute_dtype, self._projections())

@@ -14,7 +14,7 @@ from ..core.arguments import rate_of
 from ..dispatch import PlatformLike
 from ..recurrence import GatedLinearAttention
 from ..weights.rwkv import rwkv6_time_mix, rwkv6_time_mix_options
-from .arguments import check_eps, read_sizes, width_of
+from .arguments import checked, width_of
 from .parts import Parts
 from .projection import project
 from .recurrent import RecurrentLayer, Rows
@@ -59,6 +59,7 @@ class RWKV6TimeMix(RecurrentLayer):
     _options_of = staticmethod(rwkv6_time_mix_options)
     _published = rwkv6_time_mix
 
+    @checked
     def __init__(
         self,
         embed_dim: int,
@@ -84,15 +85,9 @@ class RWKV6TimeMix(RecurrentLayer):
         - `proj_low_rank_dim`, `gate_low_rank_dim`: ranks of the mixes, `R`, and of the decay.
         - `norm_eps`: added to the variances of heads.
         """
-        embed_dim, num_heads, rank, gate_rank = read_sizes(
-            embed_dim=embed_dim,
-            num_heads=num_heads,
-            proj_low_rank_dim=proj_low_rank_dim,
-            gate_low_rank_dim=gate_low_rank_dim,
-        )
+        rank, gate_rank = proj_low_rank_dim, gate_low_rank_dim
         head_dim = width_of("expand_k", expand_k, embed_dim, num_heads, "features per head")
         v_head_dim = width_of("expand_v", expand_v, embed_dim, num_heads, "features per head")
-        check_eps(norm_eps=norm_eps)
         key_dim, value_dim = num_heads * head_dim, num_heads * v_head_dim
         parts = Parts(key, 9, dtype, compute_dtype, platform, sequence_axis)
         # As published for a first layer: channels forget at different rates, and mix differently.
@@ -115,8 +110,7 @@ class RWKV6TimeMix(RecurrentLayer):
         self.head_dim, self.v_head_dim = head_dim, v_head_dim
 
     def _projections(self) -> tuple[Any, ...]:
-        of_tokens = self.r_proj, self.k_proj, self.v_proj, self.g_proj
-        return self.x_down, *of_tokens, self.w_lora.parts(), self.o_proj
+        return *super()._projections(), self.w_lora.parts()
 
     def _kept(self) -> tuple[tuple[Any, ...], tuple[int, ...]]:
         return (self.shift,), (self.num_heads, self.head_dim, self.v_head_dim)

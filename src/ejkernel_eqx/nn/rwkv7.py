@@ -23,7 +23,7 @@ from ..weights.rwkv import (
     rwkv7_time_mix,
     rwkv7_time_mix_options,
 )
-from .arguments import check_divides, check_eps, check_flags, read_array, read_sizes
+from .arguments import check_divides, checked, read_array
 from .parts import Parts
 from .projection import project
 from .recurrent import RecurrentLayer, RecurrentState, Rows
@@ -73,6 +73,7 @@ class RWKV7TimeMix(RecurrentLayer):
     _options_of = staticmethod(rwkv7_time_mix_options)
     _published = rwkv7_time_mix
 
+    @checked
     def __init__(
         self,
         embed_dim: int,
@@ -102,21 +103,15 @@ class RWKV7TimeMix(RecurrentLayer):
             and the gate; by default multiples of 32 near $2.5 \sqrt E$, $2.5 \sqrt E$, $1.7 \sqrt E$, each times `D / 64`, and $5 \sqrt E$.
         - `norm_eps`: added to the variances of heads; default $10^{-5}$ `D`.
         """
-        embed_dim, head_dim = read_sizes(embed_dim=embed_dim, head_dim=head_dim)
-        (values,) = read_sizes(v_head_dim=head_dim if v_head_dim is None else v_head_dim)
+        values = head_dim if v_head_dim is None else v_head_dim
         check_divides("head_dim", head_dim, "embed_dim", embed_dim)
-        check_flags(value_residual=value_residual)
         norm_eps = 1e-5 * head_dim if norm_eps is None else norm_eps
-        check_eps(norm_eps=norm_eps)
         near = lambda factor: max(32, 32 * round(factor * embed_dim**0.5 / 32))
         wider = head_dim / 64
-        given = {
-            "decay_low_rank_dim": near(2.5 * wider) if decay_low_rank_dim is None else decay_low_rank_dim,
-            "a_low_rank_dim": near(2.5 * wider) if a_low_rank_dim is None else a_low_rank_dim,
-            "v_low_rank_dim": near(1.7 * wider) if v_low_rank_dim is None else v_low_rank_dim,
-            "gate_low_rank_dim": near(5) if gate_low_rank_dim is None else gate_low_rank_dim,
-        }
-        decay_rank, a_rank, v_rank, gate_rank = read_sizes(**given)
+        decay_rank = near(2.5 * wider) if decay_low_rank_dim is None else decay_low_rank_dim
+        a_rank = near(2.5 * wider) if a_low_rank_dim is None else a_low_rank_dim
+        v_rank = near(1.7 * wider) if v_low_rank_dim is None else v_low_rank_dim
+        gate_rank = near(5) if gate_low_rank_dim is None else gate_low_rank_dim
         heads = embed_dim // head_dim
         key_dim, value_dim = embed_dim, heads * values
         parts = Parts(key, 12, dtype, compute_dtype, platform, sequence_axis)
@@ -181,7 +176,7 @@ class RWKV7TimeMix(RecurrentLayer):
 
     def _projections(self) -> tuple[Any, ...]:
         low = [low.parts() for low in (self.w_lora, self.a_lora, self.v_lora, self.g_lora) if low is not None]
-        return self.r_proj, self.k_proj, self.v_proj, *low, self.o_proj
+        return *super()._projections(), *low
 
     def _kept(self) -> tuple[tuple[Any, ...], tuple[int, ...]]:
         return (self.shift,), (self.num_heads, self.head_dim, self.v_head_dim)
@@ -235,6 +230,7 @@ class RWKV7ChannelMix(RecurrentLayer):
     _options_of = staticmethod(rwkv7_channel_mix_options)
     _published = rwkv7_channel_mix
 
+    @checked
     def __init__(
         self,
         embed_dim: int,
@@ -250,8 +246,7 @@ class RWKV7ChannelMix(RecurrentLayer):
 
         - `inner_dim`: features `F` between the projections; default `4 * embed_dim`.
         """
-        (embed_dim,) = read_sizes(embed_dim=embed_dim)
-        (inner_dim,) = read_sizes(inner_dim=4 * embed_dim if inner_dim is None else inner_dim)
+        inner_dim = 4 * embed_dim if inner_dim is None else inner_dim
         parts = Parts(key, 2, dtype, compute_dtype, platform, sequence_axis)
         place = jnp.arange(embed_dim, dtype=parts.wide) / embed_dim
         self.x_k = (1 - place).astype(parts.dtype)
@@ -262,9 +257,6 @@ class RWKV7ChannelMix(RecurrentLayer):
     @property
     def recurrence(self) -> CausalConv1d:
         return self.shift.convolution
-
-    def _projections(self) -> tuple[Any, ...]:
-        return self.key, self.value
 
     def _kept(self) -> tuple[tuple[Any, ...], tuple[int, ...]]:
         return (), (1, self.embed_dim)

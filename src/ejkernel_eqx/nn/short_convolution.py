@@ -14,15 +14,14 @@ from .._signatures import Module
 from ..convolution import CausalConv1d
 from ..dispatch import PlatformLike
 from .arguments import (
-    check_flags,
     check_key,
     check_slots,
     check_tokens,
+    checked,
     read_array,
     read_batch_shape,
     read_dtype,
     read_features,
-    read_sizes,
     read_weight_dtype,
 )
 from .initial import keys_of, uniform
@@ -47,6 +46,7 @@ class ShortConvolution(Module):
     channels: int = eqx.field(static=True)
     width: int = eqx.field(static=True)
 
+    @checked
     def __init__(
         self,
         channels: int,
@@ -70,8 +70,6 @@ class ShortConvolution(Module):
         - `dtype`: of the parameters; default float32 (float64 in JAX's 64-bit mode).
         - `key`: PRNG key for the initial parameters, uniform in $\pm 1 / \sqrt{W}$.
         """
-        channels, width = read_sizes(channels=channels, width=width)
-        check_flags(use_bias=use_bias)
         check_key(key)
         dtype = read_weight_dtype(dtype)
         weight_key, bias_key = keys_of(key)

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from .._signatures import nearest
+from .._signatures import check_one_of
 
 BITS = {"int8": 8, "float8_e4m3fn": 8, "float8_e5m2": 8, "uint4": 4, "float4_e2m1fn": 4}
 """The bits of a code, by its element."""
@@ -33,11 +33,8 @@ class QuantFormat:
     zeros: bool = False
 
     def __post_init__(self):
-        for name, value, known in (("element", self.element, BITS), ("scale", self.scale, SCALES)):
-            if value not in known:
-                raise ValueError(
-                    f"{name}: expected one of {', '.join(known)}, received {value!r}{nearest(value, known)}"
-                )
+        check_one_of("element", self.element, BITS)
+        check_one_of("scale", self.scale, SCALES)
         block = self.block
         if not (
             isinstance(block, tuple)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, core, lax
 
-from .._signatures import nearest
+from .._signatures import check_one_of
 from .format import LARGEST, QuantFormat
 from .numbers import bits_of, floats, numbers
 from .weight import QuantizedWeight
@@ -26,8 +26,7 @@ GROUPS = (128, 64, 32)
 
 def format_for(kind: str, columns: int, group_size: int | None) -> QuantFormat:
     """The format of weights with so many inputs, by its short name."""
-    if kind not in KINDS:
-        raise ValueError(f"kind: expected one of {', '.join(KINDS)}, received {kind!r}{nearest(kind, KINDS)}")
+    check_one_of("kind", kind, KINDS)
     form = KINDS[kind]
     if group_size is not None and kind != "int4":
         raise ValueError(

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
+from ..launch._workers import fulfil
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -22,14 +24,7 @@ def attempted(function: Callable[[], R]) -> R | Exception:
 def in_thread(function: Callable[[], Any], name: str) -> Future[Any]:
     """The future result of a function."""
     done: Future[Any] = Future()
-
-    def body() -> None:
-        try:
-            done.set_result(function())
-        except BaseException as error:  # of any kind: it is raised where the result is asked for
-            done.set_exception(error)
-
-    threading.Thread(target=body, name=name, daemon=True).start()
+    threading.Thread(target=fulfil, args=(done, function), name=name, daemon=True).start()
     return done
 
 

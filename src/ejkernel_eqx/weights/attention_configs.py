@@ -34,14 +34,14 @@ def attention_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
     **Raises:** `ValueError` for a `model_type` or an option that is not supported, and for a layer of another type. `CheckpointError`, which is a
     `ValueError`, for entries that are missing, of another type or out of bounds.
     """
-    config = entries = read_model(config, _LAYER)
+    config = read_model(config, _LAYER)
     kind = config["model_type"]
     if (source := source_of_keys(config, layer_index)) is not None:
         raise ValueError(
             f"layer_index: expected a layer with keys of its own, received {layer_index}, which reads those of layer {source} "
             "(num_kv_shared_layers); ejx.models builds such layers."
         )
-    found = layer_type(config, layer_index, lambda i: default_type(entries, i))
+    found = type_of(config, layer_index)
     if kind == "gemma4_text":
         config = _of_one_layer(config, layer_index, found)
     heads, width = take(config, "num_attention_heads", "n_head"), take(config, "hidden_size", "n_embd")
@@ -80,8 +80,8 @@ def source_of_keys(config: Entries, layer_index: int) -> int | None:
     count, shared = config.get("num_hidden_layers"), config.get("num_kv_shared_layers") or 0
     if not shared or count is None or layer_index < count - shared:
         return None
-    type_of = lambda index: layer_type(config, index, lambda i: default_type(config, i))
-    found = [index for index in range(count - shared) if type_of(index) == type_of(layer_index)]
+    is_alike = lambda index: type_of(config, index) == type_of(config, layer_index)
+    found = [index for index in range(count - shared) if is_alike(index)]
     if not found:
         raise config.wrong("num_kv_shared_layers", f"a layer of the type of layer {layer_index} before those")
     return found[-1]
@@ -107,6 +107,11 @@ def _rotates(config: Entries, index: int, found: str) -> bool:
         return "rope_theta" not in set(named) or named.get("rope_theta") is not None
     # GPT-2, OPT and BERT have embeddings of positions. In the others, the states of recurrent layers carry the order of the tokens.
     return kind not in ("gpt2", "opt", *BERTS, "jamba", "nemotron_h")
+
+
+def type_of(config: Entries, index: int) -> str:
+    """The type of a layer."""
+    return layer_type(config, index, default_type)
 
 
 def default_type(config: Entries, index: int) -> str:
@@ -157,19 +162,9 @@ def _window(config: Config, found: str) -> int | None:
 
 def _biases(config: Config) -> tuple[bool, bool]:
     """Returns whether the projections of the input and that of the output have biases."""
-    kind = config["model_type"]
-    if kind in _BIASES:
-        return _BIASES[kind]
-    if kind in _BIAS_ENTRIES:
-        return bool(config[_BIAS_ENTRIES[kind]]), bool(config[_BIAS_ENTRIES[kind]])
-    if kind == "stablelm":
-        return bool(config["use_qkv_bias"]), False
-    if kind == "qwen2_moe":
-        return bool(config["qkv_bias"]), False
-    has_all = bool(config.get("attention_bias", False))
-    if kind in ("glm4", "glm4_moe", "helium"):
-        return has_all, False
-    return has_all, bool(config["attention_out_bias"]) if kind == "seed_oss" else has_all
+    said = _BIASES.get(config["model_type"], ("attention_bias", "attention_bias"))
+    inputs, output = (bool(config.get(it, False)) if isinstance(it, str) else it for it in said)
+    return inputs, output
 
 
 def _qk_norm(config: Config, layer_index: int) -> dict[str, Any]:
@@ -191,17 +186,9 @@ def _gemma3(config: Entries, layer_index: int) -> dict[str, Any]:
 
 def _both_ways(config: Entries, layer_index: int, window: int | None) -> dict[str, Any]:
     """Attention of an encoder. Its windows are on both sides, and their published size is that of both together."""
-    if window is None or layer_type(config, layer_index, lambda i: default_type(config, i)) == _FULL:
+    if window is None or type_of(config, layer_index) == _FULL:
         return {"causal": False, "sliding_window": None}
     return {"causal": False, "sliding_window": (window // 2, window // 2)}
-
-
-def _bert(config: Config, layer_index: int) -> dict[str, Any]:
-    return {"causal": False}
-
-
-def _modernbert(config: Entries, layer_index: int) -> dict[str, Any]:
-    return _both_ways(config, layer_index, config["local_attention"])
 
 
 def _of_one_layer(config: Entries, index: int, found: str) -> Entries:
@@ -223,12 +210,8 @@ def _gemma4(config: Entries, layer_index: int) -> dict[str, Any]:
     refuse(config, use_bidirectional_attention="vision")
     take(config, "rope_parameters")
     options = _qk_norm(config, layer_index) | {"v_norm": True, "softmax_scale": 1.0}
-    is_full = layer_type(config, layer_index, lambda i: default_type(config, i)) == _FULL
+    is_full = type_of(config, layer_index) == _FULL
     return options | {"keys_as_values": bool(config["attention_k_eq_v"]) and is_full}
-
-
-def _gpt_oss(config: Config, layer_index: int) -> dict[str, Any]:
-    return {"sinks": True}
 
 
 def _opt(config: Config, layer_index: int) -> dict[str, Any]:
@@ -247,7 +230,7 @@ def _gpt2(config: Config, layer_index: int) -> dict[str, Any]:
 
 def _llama4(config: Entries, layer_index: int) -> dict[str, Any]:
     options: dict[str, Any] = {}
-    if layer_type(config, layer_index, lambda i: default_type(config, i)) == _CHUNKED:
+    if type_of(config, layer_index) == _CHUNKED:
         options["chunk_size"] = take(config, "attention_chunk_size")
     if not _rotates(config, layer_index, _FULL):
         has_temperature = bool(config["attn_temperature_tuning"])
@@ -259,14 +242,6 @@ def _llama4(config: Entries, layer_index: int) -> dict[str, Any]:
 
 def _olmo2(config: Config, layer_index: int) -> dict[str, Any]:
     return {"qk_norm": "all", "qk_norm_eps": take(config, "rms_norm_eps")}
-
-
-def _glm4_moe(config: Config, layer_index: int) -> dict[str, Any]:
-    return _qk_norm(config, layer_index) if config["use_qk_norm"] else {}
-
-
-def _granite(config: Config, layer_index: int) -> dict[str, Any]:
-    return {"softmax_scale": float(config["attention_multiplier"])}
 
 
 def _ministral3(config: Entries, layer_index: int) -> dict[str, Any]:
@@ -303,26 +278,19 @@ def _qwen3_next(config: Config, layer_index: int) -> dict[str, Any]:
     return _qk_norm(config, layer_index) | {"output_gate": True}
 
 
-_BIAS_ENTRIES = {"ernie4_5": "use_bias", "opt": "enable_bias", "starcoder2": "use_bias"}
-"""The entry that says it of all four projections."""
-_BIASES = {"gpt2": (True, True), "phi": (True, True), "qwen2": (True, False)}
-_BIASES |= dict.fromkeys(BERTS, (True, True))
-_NO_BIAS = (
-    "exaone4",
-    "jamba",
-    "lfm2",
-    "lfm2_moe",
-    "nemotron_h",
-    "minimax",
-    "minimax_m2",
-    "ministral3",
-    "mistral",
-    "mixtral",
-    "phi3",
-    "zamba2",
-)
-_BIASES |= dict.fromkeys(_NO_BIAS, (False, False))
-"""The biases of models whose configuration does not say it."""
+_NO_BIAS = "exaone4 jamba lfm2 lfm2_moe nemotron_h minimax minimax_m2 ministral3 mistral mixtral phi3 zamba2"
+_BIASES: dict[str, tuple[bool | str, bool | str]] = {
+    **dict.fromkeys(_NO_BIAS.split(), (False, False)),
+    **dict.fromkeys(("gpt2", "phi", *BERTS), (True, True)),
+    "qwen2": (True, False),
+    "qwen2_moe": ("qkv_bias", False),
+    "stablelm": ("use_qkv_bias", False),
+    **dict.fromkeys(("ernie4_5", "starcoder2"), ("use_bias", "use_bias")),
+    "opt": ("enable_bias", "enable_bias"),
+    **dict.fromkeys(("glm4", "glm4_moe", "helium"), ("attention_bias", False)),
+    "seed_oss": ("attention_bias", "attention_out_bias"),
+}
+"""Whether the projections of the input and that of the output have biases, or the entry that says so, where it is not `attention_bias`."""
 _REFUSED: dict[str, dict[str, Any]] = {
     "bamba": {"partial_rotary_factor": 0.5},
     **{key: {"is_decoder": False, "position_embedding_type": "absolute"} for key in BERTS},
@@ -350,16 +318,19 @@ _OTHERS: dict[str, Callable[[Entries, int], dict[str, Any]]] = {
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
     "gemma4_text": _gemma4,
-    "glm4_moe": _glm4_moe,
+    "glm4_moe": lambda config, index: _qk_norm(config, index) if config["use_qk_norm"] else {},
     "gpt2": _gpt2,
-    "gpt_oss": _gpt_oss,
-    **dict.fromkeys(("granite", "granitemoe", "granitemoehybrid"), _granite),
+    "gpt_oss": lambda config, index: {"sinks": True},
+    **dict.fromkeys(
+        ("granite", "granitemoe", "granitemoehybrid"),
+        lambda config, index: {"softmax_scale": float(config["attention_multiplier"])},
+    ),
     "lfm2": _qk_norm,
     "lfm2_moe": _qk_norm,
     "llama4_text": _llama4,
-    **dict.fromkeys(BERTS, _bert),
+    **dict.fromkeys(BERTS, lambda config, index: {"causal": False}),
     "minimax_m2": _olmo2,
-    "modernbert": _modernbert,
+    "modernbert": lambda config, index: _both_ways(config, index, config["local_attention"]),
     "ministral3": _ministral3,
     "olmo2": _olmo2,
     "olmo3": _olmo2,

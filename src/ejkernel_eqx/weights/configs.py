@@ -3,7 +3,7 @@
 import functools
 import importlib.resources
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .._entries import Entries, entries_of, shown
@@ -132,8 +132,8 @@ def refuse(config: Config, **unknown: Any) -> None:
             )
 
 
-def layer_type(config: Config, layer_index: Any, default: Any) -> str:
-    """The type of a layer in the list of the configuration; without a list, `default(layer_index)`."""
+def layer_type(config: Config, layer_index: Any, default: Callable[[Any, int], str]) -> str:
+    """The type of a layer in the list of the configuration; without a list, `default(config, layer_index)`."""
     count = config.get("num_hidden_layers", config.get("n_layer"))
     if isinstance(layer_index, bool) or not isinstance(layer_index, int) or layer_index < 0:
         raise ValueError(
@@ -145,7 +145,7 @@ def layer_type(config: Config, layer_index: Any, default: Any) -> str:
         raise ValueError(
             f"layer_index: expected a layer of the {count} that the model has, received {layer_index}; they are counted from 0."
         )
-    return default(layer_index) if types is None else types[layer_index]
+    return default(config, layer_index) if types is None else types[layer_index]
 
 
 def check_type(config: Config, layer_index: int, found: str, expected: Sequence[str], layer: str) -> None:

@@ -23,7 +23,7 @@ def mixture_of_experts_options(config: Config, layer_index: int = 0) -> dict[str
     `ValueError`, for entries that are missing, of another type or out of bounds.
     """
     config = read_model(config, _LAYER)
-    layer_type(config, layer_index, lambda index: "")  # which checks the index
+    layer_type(config, layer_index, lambda *_: "")  # which checks the index
     if reason := _no_experts(config, layer_index):
         raise ValueError(
             f"layer_index: expected a layer with experts, received {layer_index}, which has a plain MLP in this {config['model_type']} model, as "
@@ -122,10 +122,6 @@ def _one_size(config: Config) -> dict[str, Any]:
     return {"hidden_dim": take(config, "intermediate_size"), "normalize": True}
 
 
-def _olmoe(config: Config) -> dict[str, Any]:
-    return {"hidden_dim": take(config, "intermediate_size")}
-
-
 def _gpt_oss(config: Config) -> dict[str, Any]:
     refuse(config, swiglu_limit=7.0, swiglu_alpha=1.702)
     biases = {"use_bias": True, "use_router_bias": True}
@@ -207,7 +203,7 @@ _OTHERS: dict[str, Callable[[Entries], dict[str, Any]]] = {
     "minimax": _one_size,
     "minimax_m2": _minimax_m2,
     "mixtral": _one_size,
-    "olmoe": _olmoe,
+    "olmoe": lambda config: {"hidden_dim": take(config, "intermediate_size")},
     "qwen2_moe": _shared_gated,
     "qwen3_next": _shared_gated,
     "qwen3_5_moe_text": _shared_gated,

@@ -20,7 +20,7 @@ def latent_attention_options(config: Config, layer_index: int = 0) -> dict[str, 
     missing, of another type or out of bounds.
     """
     config = read_model(config, "MultiHeadLatentAttention")
-    layer_type(config, layer_index, lambda index: "")  # which checks the index
+    layer_type(config, layer_index, lambda *_: "")  # which checks the index
     heads, has_rope = take(config, "num_attention_heads"), config["model_type"] != "kimi_linear"
     is_interleaved = bool(config.get("rope_interleave", True))
     refuse(config, num_key_value_heads=heads, mla_use_nope=not has_rope)

@@ -206,7 +206,7 @@ def _read(
     """The configuration of a model whose layer with this index is recurrent. `default` gives the type of a layer, if the configuration has no
     list."""
     entries = read_model(config, layer)
-    kind = layer_type(entries, layer_index, lambda index: default(entries, index))
+    kind = layer_type(entries, layer_index, default)
     if entries["model_type"] != "falcon_h1":  # whose layers have attention and Mamba-2 each
         types = (LINEAR, "hybrid") if entries["model_type"] == "zamba2" else (LINEAR,)
         check_type(entries, layer_index, kind, types, layer)

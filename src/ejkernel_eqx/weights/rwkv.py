@@ -141,6 +141,6 @@ def rwkv6_time_mix_options(config: Config, layer_index: int = 0) -> dict[str, An
 def _read(config: Config, layer_index: int, layer: str) -> Entries:
     """The configuration of a model whose layer at this place is not one of attention."""
     entries = read_model(config, layer)
-    kind = layer_type(entries, layer_index, lambda index: type_by_attn(entries, index))
+    kind = layer_type(entries, layer_index, type_by_attn)
     check_type(entries, layer_index, kind, (LINEAR,), layer)
     return entries

@@ -97,6 +97,6 @@ _moved.defvjp(_moved_forward, _moved_backward)
 
 def match_varying_over(x: Array, axes: tuple[str, ...]) -> Array:
     """`x`, typed as varying over these axes of the mesh."""
-    manual = getattr(jax.typeof(x), "manual_axis_type", None)
-    missing = tuple(axis for axis in axes if axis not in (manual.varying if manual is not None else axes))
+    varying = jax.typeof(x).manual_axis_type.varying
+    missing = tuple(axis for axis in axes if axis not in varying)
     return lax.pcast(x, missing, to="varying") if missing else x

@@ -16,7 +16,7 @@ from ...dispatch import PlatformLike
 from ...weights.expert_configs import mixture_of_experts_options
 from ...weights.experts import mixture_of_experts
 from ..activations import check_activation
-from ..arguments import check_eps, check_flags, check_tokens, read_array, read_sizes
+from ..arguments import check_flags, check_tokens, checked, read_array
 from ..parts import Parts
 from ..projection import project, promoted
 from ..published import Published
@@ -75,6 +75,7 @@ class MixtureOfExperts(Published):
     parallel: ExpertParallel | None = eqx.field(static=True)
     compute_dtype: str | None = eqx.field(static=True)
 
+    @checked
     def __init__(
         self,
         embed_dim: int,
@@ -139,16 +140,8 @@ class MixtureOfExperts(Published):
             dtype of the two.
         - `key`: a PRNG key for the initial weights.
         """
-        embed_dim, hidden_dim = read_sizes(embed_dim=embed_dim, hidden_dim=hidden_dim)
-        flags = {"use_router_bias": use_router_bias, "use_correction_bias": use_correction_bias}
-        check_flags(**flags, use_bias=use_bias, shared_gate=shared_gate)
-        check_flags(gated=gated)
         check_activation(activation, gated)
-        if latent_dim is not None:
-            (latent_dim,) = read_sizes(latent_dim=latent_dim)
-        if shared_dim is not None:
-            (shared_dim,) = read_sizes(shared_dim=shared_dim)
-        elif shared_gate:
+        if shared_dim is None and shared_gate:
             raise ValueError(
                 "shared_gate: expected False without shared_dim, received True; shared_dim makes the expert that it is the gate of."
             )
@@ -160,8 +153,6 @@ class MixtureOfExperts(Published):
         groups |= {"scale_inputs": scale_inputs}
         choice = Choice(num_experts, top_k, scoring, normalize, scaling_factor, **groups)
         parts = Parts(key, 4, dtype, compute_dtype)
-        if norm_eps is not None:
-            check_eps(norm_eps=norm_eps)
         biases: Any = {"use_bias": use_router_bias, "use_correction_bias": use_correction_bias}
         biases |= {"norm_eps": norm_eps}
         self.gate = Router(embed_dim, choice, **biases, dtype=parts.dtype, key=parts.key())

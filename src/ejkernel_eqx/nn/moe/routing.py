@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ..._signatures import nearest
+from ..._signatures import check_one_of
 from ..._take import take_along
-from ..arguments import check_flags, check_numbers, check_sizes
 
 Scoring = Literal["softmax", "sigmoid", "top_k_softmax"]
 GroupScore = Literal["top2", "max"]
@@ -30,7 +29,7 @@ class Routing(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Says how experts are chosen by their logits; the arguments are those of `MixtureOfExperts`."""
+    """Says how experts are chosen by their logits; the arguments are those of `MixtureOfExperts`, which checks sizes and flags."""
 
     num_experts: int
     top_k: int
@@ -43,19 +42,12 @@ class Choice:
     scale_inputs: bool = False
 
     def __post_init__(self):
-        sizes = ("num_experts", "top_k", "num_groups", "top_k_groups")
-        check_sizes(**{name: getattr(self, name) for name in sizes})
-        check_flags(normalize=self.normalize, scale_inputs=self.scale_inputs)
         if self.scale_inputs and self.top_k != 1:
             raise ValueError(
                 f"scale_inputs: expected False with top_k={self.top_k}, received True; it is for one expert a token."
             )
-        check_numbers(scaling_factor=self.scaling_factor)
-        for name, known in (("scoring", _SCORINGS), ("group_score", _GROUP_SCORES)):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"{name}: expected one of {', '.join(known)}, received {getattr(self, name)!r}{nearest(getattr(self, name), known)}"
-                )
+        check_one_of("scoring", self.scoring, _SCORINGS)
+        check_one_of("group_score", self.group_score, _GROUP_SCORES)
         self._check_groups()
 
     def _check_groups(self) -> None:
