@@ -20,7 +20,9 @@ from jax import Array, lax
 
 from .._shapes import as_value, is_symbolic
 from ..core.arguments import accumulator
+from ..core.platforms import supports_all
 from ..dispatch import Backend, BOTH, FORWARD
+from ..launch.fields import Checked, Count
 from ..parallel import match_varying
 from . import log_forget, xla_symbols
 from .cotangents import clean_cotangent, row_terms, sinks_gradient, sum_batch
@@ -35,17 +37,11 @@ _ALIGNMENT = 16  # tile lengths are multiples of this, unless the whole axis is 
 
 
 @dataclasses.dataclass(frozen=True)
-class XlaTile:
+class XlaTile(Checked):
     """Tile lengths along queries and keys; a tile longer than the axis covers the whole axis."""
 
-    block_q: int
-    block_k: int
-
-    def __post_init__(self):
-        for name in ("block_q", "block_k"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"XlaTile.{name}: expected a positive int, received {value!r}.")
+    block_q: Count
+    block_k: Count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +53,7 @@ class XlaConfig:
 
 
 config_type = XlaConfig
+unsupported = supports_all
 _TILES_IN_MEMORY = 48  # a GPU's memory holds this many times the scores of one tile
 _TILES = tuple(
     XlaTile(*sides)
@@ -65,11 +62,6 @@ _TILES = tuple(
         *((128, 128), (256, 1024), (512, 1024), (1024, 512), (1024, 1024), (512, 128)),
     )
 )
-
-
-def unsupported(problem: Any, device: Any) -> str | None:
-    """The reason why this platform cannot serve the problem: never, it supports all."""
-    return None
 
 
 def default_config(problem: Any, device: Any) -> XlaConfig:

@@ -1,4 +1,4 @@
-"""Annotations that validate fields of configurations: `block_q: Block`, with `__post_init__ = check_fields` in the class."""
+"""Annotations that validate fields of configurations: `block_q: Block`, in a class with the base `Checked`."""
 
 import functools
 import typing
@@ -13,18 +13,22 @@ class Rule(NamedTuple):
     holds: Callable[[Any], bool]
 
 
+def _is_int(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
 def power_of_two(least: int = 1, most: int | None = None) -> Rule:
     words = "a power of two" + (f" from {least}" if least > 1 else "") + (f" up to {most}" if most else "")
-    return Rule(words, lambda x: isinstance(x, int) and least <= x <= (most or x) and not x & (x - 1))
+    return Rule(words, lambda x: _is_int(x) and least <= x <= (most or x) and not x & (x - 1))
 
 
 def whole(least: int, most: int | None = None) -> Rule:
     words = f"an int from {least}" + (f" to {most}" if most else "")
-    return Rule(words, lambda x: isinstance(x, int) and least <= x <= (most or x))
+    return Rule(words, lambda x: _is_int(x) and least <= x <= (most or x))
 
 
 def multiple_of(step: int) -> Rule:
-    return Rule(f"a positive multiple of {step}", lambda x: isinstance(x, int) and x > 0 and x % step == 0)
+    return Rule(f"a positive multiple of {step}", lambda x: _is_int(x) and x > 0 and x % step == 0)
 
 
 def one_of(*values: Any) -> Rule:

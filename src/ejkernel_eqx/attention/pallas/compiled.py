@@ -9,7 +9,7 @@ from jax import Array
 from ...core.platforms import InterpretedPallas
 from ...dispatch import DeviceFacts, FORWARD, Problem
 from ...launch.by_name import LOG2E
-from ...launch.fields import check_fields, Lanes
+from ...launch.fields import Checked, Lanes
 from ...launch.sizes import rows_of
 from ..cotangents import clean_cotangent, row_terms, sinks_gradient, sum_batch
 from ..masks.call_lists import without_lists
@@ -25,13 +25,11 @@ MAX_HEAD_DIM = 256
 
 
 @dataclasses.dataclass(frozen=True)
-class TileConfig:
+class TileConfig(Checked):
     """One kernel's tile of scores: `block_q` queries by `block_k` keys, multiples of 128."""
 
     block_q: Lanes
     block_k: Lanes
-
-    __post_init__ = check_fields
 
 
 @dataclasses.dataclass(frozen=True)

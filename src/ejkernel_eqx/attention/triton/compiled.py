@@ -10,7 +10,7 @@ from jax import Array
 from ...core.platforms import Interpreted, kernels_unavailable
 from ...dispatch import DeviceFacts, FORWARD, Problem
 from ...launch import given, Launcher, LOG2E, NOTHING, result, result_like
-from ...launch.fields import Block, check_fields, Count, Float32Dot, Programs, Registers, RowBlock, Warps
+from ...launch.fields import Block, Checked, Count, Float32Dot, Programs, Registers, RowBlock, Warps
 from ...launch.sizes import cdiv, fitting, padded, rows_of, too_large
 from .. import log_forget, xla
 from ..core import problem_of
@@ -39,7 +39,7 @@ Sizes = Callable[[str, Problem, DeviceFacts], list[tuple[int, ...]]]
 
 
 @dataclasses.dataclass(frozen=True)
-class TileConfig:
+class TileConfig(Checked):
     """One kernel's tile of scores (`block_q` queries by `block_k` keys, powers of two from 16) and compiler options.
 
     `hopper_programs`: how many programs of Hopper's kernel go from tile to tile, usually one for each multiprocessor; 0 for Triton's kernel,
@@ -54,7 +54,7 @@ class TileConfig:
     hopper_programs: Programs = 0
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         if self.block_q & (self.block_q - 1) and not self.hopper_programs:
             raise ValueError(
                 f"TileConfig.block_q: expected a power of two without hopper_programs, received {self.block_q}."
@@ -62,7 +62,7 @@ class TileConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class TritonConfig:
+class TritonConfig(Checked):
     """`forward`, and the backward kernels of the key side (`dk`, `dv`) and the query side (`dq`, bias). At head dims above 256 `key_gradient` has the
     tile of XLA's backward, which computes everything."""
 
@@ -73,8 +73,6 @@ class TritonConfig:
     fast_tanh: bool = True
     """Soft caps of 16-bit inputs use NVIDIA's `tanh.approx` (error 5e-4 of the cap)."""
     float32_dot: Float32Dot = "tf32x3"
-
-    __post_init__ = check_fields
 
 
 config_type = TritonConfig

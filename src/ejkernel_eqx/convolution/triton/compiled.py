@@ -9,7 +9,7 @@ from jax import Array
 from ...core.platforms import Interpreted, kernels_unavailable
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from ...launch import given, Launcher, result, result_like
-from ...launch.fields import check_fields, Power, Warps
+from ...launch.fields import Checked, Power, Warps
 from ...launch.sizes import cdiv, padded
 from ..spec import as_called, ConvArrays, ConvSpec, merged, merged_results
 from ..xla import entering, final_state, take_rows, valid
@@ -22,7 +22,7 @@ MAX_WIDTH = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class ConvTile:
+class ConvTile(Checked):
     """A program's tile: `lanes` runs of `steps` tokens, `unroll` of which are loaded together, by `block_c` channels; all powers of two."""
 
     steps: Power
@@ -32,7 +32,7 @@ class ConvTile:
     num_warps: Warps
 
     def __post_init__(self):
-        check_fields(self)
+        super().__post_init__()
         if self.unroll > self.steps:
             raise ValueError(f"ConvTile: expected unroll <= steps, received {self.unroll} > {self.steps}.")
 

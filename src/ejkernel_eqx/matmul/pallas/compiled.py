@@ -7,7 +7,7 @@ from jax import Array
 
 from ...core.platforms import InterpretedPallas
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
-from ...launch.fields import check_fields
+from ...launch.fields import Checked
 from ...launch.sizes import rows_of, too_large_for_vmem
 from ..epilogue import before_activation, finished
 from ..spec import alike, columns, GroupedArrays, GroupedSpec, HALVES, INTERLEAVED, PAIR
@@ -26,14 +26,12 @@ MAX_GROUPS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
-class PallasConfig:
+class PallasConfig(Checked):
     """Tiles of the result, of the gradient of the left side, and of that of right sides, whose `block_m` are rows of one turn."""
 
     forward: TpuTile
     lhs: TpuTile
     rhs: TpuTile
-
-    __post_init__ = check_fields
 
 
 config_type = PallasConfig

@@ -10,7 +10,7 @@ from jax import Array
 from ...core.platforms import Interpreted, kernels_unavailable
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from ...launch import Launcher, NOTHING, result, result_like
-from ...launch.fields import check_fields, Power, Warps
+from ...launch.fields import Checked, Power, Warps
 from ...launch.sizes import cdiv, padded
 from ..spec import last_tokens, longest, num_segments, PoolArrays, PoolSpec
 from ..tables import pieces_of
@@ -25,7 +25,7 @@ _WHOLE, _RANGES, _PARTS = range(3)
 
 
 @dataclasses.dataclass(frozen=True)
-class ReadTile:
+class ReadTile(Checked):
     """A program reduces up to `span` tokens of `block_c` channels, `block_t` tokens at a time; all powers of two."""
 
     block_t: Power
@@ -34,20 +34,18 @@ class ReadTile:
     num_warps: Warps
 
     def __post_init__(self):
-        check_fields(self)
+        super().__post_init__()
         if self.span < self.block_t:
             raise ValueError(f"ReadTile: expected block_t <= span, received {self.block_t} > {self.span}.")
 
 
 @dataclasses.dataclass(frozen=True)
-class WriteTile:
+class WriteTile(Checked):
     """A program writes the gradients of `block_t` tokens by `block_c` channels, both powers of two."""
 
     block_t: Power
     block_c: Power
     num_warps: Warps
-
-    __post_init__ = check_fields
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ from ...launch import (
     result,
     result_like,
 )
-from ...launch.fields import check_fields, Count, power_of_two, Registers, Warps, whole
+from ...launch.fields import Checked, Count, power_of_two, Registers, Warps, whole
 from ...launch.sizes import cdiv, numbers_of, padded
 from ..chunks import chunk_table
 from ..spec import PART, parts_of, ScanArrays, ScanSpec
@@ -38,7 +38,7 @@ _MULTIPROCESSORS = 132  # for a device that does not report its number
 
 
 @dataclasses.dataclass(frozen=True)
-class ScanTile:
+class ScanTile(Checked):
     """One direction's programs: `block_i` channels each (a power of two), a sequence split into as many parts as keep them within `programs`."""
 
     block_i: Annotated[int, power_of_two(most=PART)]
@@ -54,19 +54,15 @@ class ScanTile:
     """The arrays that a program prefetches at the start of a chunk: 1 everything that comes from global memory, which is all per-channel inputs of
     each token and the states before a chunk; 2 also `B` and `C`, which programs share."""
 
-    __post_init__ = check_fields
-
 
 @dataclasses.dataclass(frozen=True)
-class TritonConfig:
+class TritonConfig(Checked):
     """`chunk_size` tokens (a power of two) are in registers at once; the gradient keeps the state before each chunk."""
 
     chunk_size: Annotated[int, power_of_two(most=64)]
     forward: ScanTile
     backward: ScanTile
     step: step_kernel.StepTile
-
-    __post_init__ = check_fields
 
 
 config_type = TritonConfig

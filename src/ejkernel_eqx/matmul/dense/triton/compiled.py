@@ -9,7 +9,7 @@ from ....core.by_example import by_example, gradients_by
 from ....core.platforms import Interpreted, kernels_unavailable
 from ....dispatch import DeviceFacts, FORWARD, Problem
 from ....launch import gluon_unavailable, Launcher, NOTHING, result
-from ....launch.fields import check_fields, Float32Dot
+from ....launch.fields import Checked, Float32Dot
 from ....launch.sizes import too_large
 from ....normalization.spec import NormArrays, NormSpec
 from ....normalization.triton import compiled as norms
@@ -29,7 +29,7 @@ _RANKS |= {name: rank for fields in CODED for name, rank in zip(fields, (2, 2, 2
 
 
 @dataclasses.dataclass(frozen=True)
-class TritonConfig:
+class TritonConfig(Checked):
     tile: RowsTile
     norm_apart: bool = False
     """Whether the norm is a launch of its own, rather than computed by every program for itself."""
@@ -38,8 +38,6 @@ class TritonConfig:
     """Whether the activation uses NVIDIA's approximate instructions (error 2e-7)."""
     floats_apart: bool = False
     """Whether a kernel makes floats of quantised weights first, by which XLA multiplies."""
-
-    __post_init__ = check_fields
 
 
 config_type = TritonConfig

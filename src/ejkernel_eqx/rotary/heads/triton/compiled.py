@@ -8,7 +8,7 @@ from ....core.by_example import by_example, gradients_by
 from ....core.platforms import Interpreted, kernels_unavailable
 from ....dispatch import DeviceFacts, FORWARD, Problem
 from ....launch import Launcher, result_like
-from ....launch.fields import check_fields, Power, Warps
+from ....launch.fields import Checked, Power, Warps
 from ....launch.sizes import cdiv, padded
 from .. import xla
 from ..spec import HeadsArrays, HeadsSpec
@@ -20,13 +20,11 @@ MAX_FEATURES = 1024
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadsTile:
+class HeadsTile(Checked):
     """A program rotates `block_h` heads of a token."""
 
     block_h: Power
     num_warps: Warps
-
-    __post_init__ = check_fields
 
 
 @dataclasses.dataclass(frozen=True)
