@@ -15,6 +15,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from .._broadcast import like
+from ..core import Named
 from ..core.arguments import accumulator
 from ..core.platforms import supports_all
 from ..launch.fields import Checked, whole
@@ -24,7 +25,6 @@ from ..sequences.tokens import masked
 from .formulas import advance
 from .spec import CellArrays, CellSpec, PADDING, STARTS
 
-Named = dict[str, Array]
 _KEPT = "ejkernel_eqx.cells.states"
 
 

@@ -4,18 +4,17 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
 
 from ..attention import xla as attention
 from ..attention.cotangents import row_terms
 from ..attention.spec import AttentionArrays
+from ..core import Named
 from ..dispatch import BOTH, Problem
 from ..launch.fields import Checked, Count
 from . import branches, gathered, inverted, selection
 from .problems import of_branch
 from .spec import NativeArrays, NativeSpec
 
-Named = dict[str, Array]
 _BYTES = 2**25  # of gathered keys and values at a time
 
 

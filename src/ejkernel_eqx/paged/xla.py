@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ..core import Named
 from ..core.arguments import accumulator
 from ..core.platforms import supports_all
 from ..launch.fields import Checked, Count
@@ -19,7 +20,6 @@ from ..parallel import Leading, match_varying, opaque, Split
 from .flat import flatten_rows, gather_chunks, split_pages
 from .spec import axes_of, PagedArrays, PagedSpec, PAGES, SHARED, STORED, unmapped
 
-Named = dict[str, Array]
 R = TypeVar("R")
 Carry = tuple[Array, Array, Array]
 """The state of an online softmax, `[n, K, G, Q]`: the largest score, the denominator, and the sum of values, which has a further axis."""

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ...core import Named
 from ...core.platforms import Interpreted, kernels_unavailable
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from ...launch import given, Launcher, result, result_like
@@ -91,9 +92,7 @@ def _fitted(tile: ConvTile, problem: Problem, device: DeviceFacts) -> ConvTile:
     return dataclasses.replace(tile, steps=steps)
 
 
-def forward(
-    arrays: ConvArrays, spec: ConvSpec, config: TritonConfig, *, save: bool = True
-) -> dict[str, Array]:
+def forward(arrays: ConvArrays, spec: ConvSpec, config: TritonConfig, *, save: bool = True) -> Named:
     """The results; nothing is saved."""
     arrays, tile = merged(arrays, spec), _with_heads(config.forward, spec)
     launch, programs = _launcher(_alike(arrays), spec, tile, config.fast_sigmoid)
@@ -102,12 +101,8 @@ def forward(
 
 
 def backward(
-    arrays: ConvArrays,
-    spec: ConvSpec,
-    config: TritonConfig,
-    saved: dict[str, Array],
-    cotangents: dict[str, Array],
-) -> dict[str, Array]:
+    arrays: ConvArrays, spec: ConvSpec, config: TritonConfig, saved: Named, cotangents: Named
+) -> Named:
     """All gradients; those of weight and bias are per batch row and summed in a fixed order."""
     arrays, tile = _alike(merged(arrays, spec)), _with_heads(config.backward, spec)
     cotangents = merged_results(cotangents, spec)

@@ -5,8 +5,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 
+from ...core import Named
 from ...core.platforms import Interpreted, kernels_unavailable
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from ...launch import Launcher, NOTHING, result, result_like
@@ -125,9 +125,7 @@ def _warps(elements: int, each: int, most: int = _WARPS) -> int:
     return max(1, min(most, elements // (32 * max(each, 1))))
 
 
-def forward(
-    arrays: PoolArrays, spec: PoolSpec, config: TritonConfig, *, save: bool = True
-) -> dict[str, Array]:
+def forward(arrays: PoolArrays, spec: PoolSpec, config: TritonConfig, *, save: bool = True) -> Named:
     """The results; for the gradient of a maximum also the token of each, for that of a norm the results before it."""
     needs_tokens = save and spec.reduction == "max"
     if spec.reduction == "last":
@@ -141,12 +139,8 @@ def forward(
 
 
 def backward(
-    arrays: PoolArrays,
-    spec: PoolSpec,
-    config: TritonConfig,
-    saved: dict[str, Array],
-    cotangents: dict[str, Array],
-) -> dict[str, Array]:
+    arrays: PoolArrays, spec: PoolSpec, config: TritonConfig, saved: Named, cotangents: Named
+) -> Named:
     """The gradient of `x`."""
     dout, tile = cotangents["out"], config.backward
     if spec.normalize:
@@ -163,7 +157,7 @@ def backward(
     return {"x": grads["dx"]}
 
 
-def _reduced(arrays: PoolArrays, spec: PoolSpec, tile: ReadTile, tokens: bool) -> dict[str, Array]:
+def _reduced(arrays: PoolArrays, spec: PoolSpec, tile: ReadTile, tokens: bool) -> Named:
     """The results `out [B, S, C]` before any norm and, if wanted, the token of each maximum, `arg`."""
     batch, length, channels = arrays.x.shape
     segments, blocks = num_segments(arrays, spec), cdiv(channels, tile.block_c)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ...core import Named
 from ...core.platforms import Interpreted, kernels_unavailable
 from ...dispatch import DeviceFacts, Problem
 from ...launch import (
@@ -126,9 +127,6 @@ def _tile(row: Any, device: DeviceFacts) -> ScanTile:
     return dataclasses.replace(tile, **limits)
 
 
-Arrays = dict[str, Array]
-
-
 class _Chunks:
     """The division of a call's sequences into chunks, of which every row of the batch has `count`.
 
@@ -169,7 +167,7 @@ class _Chunks:
         return flat.at[self.rows].set(x, mode="drop").reshape((self.batch, self.length, *x.shape[2:]))
 
 
-def forward(arrays: ScanArrays, spec: ScanSpec, config: TritonConfig, *, save: bool = True) -> Arrays:
+def forward(arrays: ScanArrays, spec: ScanSpec, config: TritonConfig, *, save: bool = True) -> Named:
     """`out`, `final_state`, and with `save` the `states [B, chunks, N, I]` before every chunk."""
     call = _Call(arrays, spec, config.chunk_size, config.forward)
     x, shape = arrays.x, call.state_shape
@@ -184,12 +182,8 @@ def forward(arrays: ScanArrays, spec: ScanSpec, config: TritonConfig, *, save: b
 
 
 def backward(
-    arrays: ScanArrays,
-    spec: ScanSpec,
-    config: TritonConfig,
-    saved: Arrays,
-    cotangents: Arrays,
-) -> Arrays:
+    arrays: ScanArrays, spec: ScanSpec, config: TritonConfig, saved: Named, cotangents: Named
+) -> Named:
     """The gradient of every float array; bitwise repeatable, as every sum has a fixed order."""
     call = _Call(arrays, spec, config.chunk_size, config.backward)
     x, shape, chunks = arrays.x, call.state_shape, call.chunks

@@ -3,8 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jax import Array
-
+from ....core import Named
 from ....core.by_example import by_example, gradients_by
 from ....core.platforms import Interpreted, kernels_unavailable
 from ....dispatch import DeviceFacts, FORWARD, Problem
@@ -102,14 +101,12 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
     return too_large("tile", sizes, tile.num_stages, shared_memory(tile, problem), device)
 
 
-def forward(
-    arrays: MatmulArrays, spec: MatmulSpec, config: TritonConfig, *, save: bool = True
-) -> dict[str, Array]:
+def forward(arrays: MatmulArrays, spec: MatmulSpec, config: TritonConfig, *, save: bool = True) -> Named:
     """The results. The backward needs the arguments only."""
     return by_example(lambda arrays: _forward(arrays, spec, config), arrays, _RANKS)
 
 
-def _forward(arrays: MatmulArrays, spec: MatmulSpec, config: TritonConfig) -> dict[str, Array]:
+def _forward(arrays: MatmulArrays, spec: MatmulSpec, config: TritonConfig) -> Named:
     batch, rows, features = arrays.x.shape
     if config.floats_apart or config.tile.hopper_programs:
         return many.multiply(arrays, spec, None if config.floats_apart else config.tile)
