@@ -98,31 +98,21 @@ def forward(
 
 
 def backward(
-    arrays: AttentionArrays,
-    spec: AttentionSpec,
-    config: PallasConfig,
-    out: Array,
-    lse: Array,
-    dout: Array,
-    dlse: Array,
+    arrays: AttentionArrays, spec: AttentionSpec, config: PallasConfig, *results: Array
 ) -> AttentionGrads:
-    """All gradients, from the results and their cotangents; bitwise repeatable, as every sum has one fixed order."""
-    return gradients(arrays, spec, config, out, lse, dout, dlse)[0]
+    """All gradients, from `out`, `lse` and their cotangents; bitwise repeatable, as every sum has one fixed order."""
+    return gradients(arrays, spec, config, *results)[0]
 
 
 def gradients(
     arrays: AttentionArrays,
     spec: AttentionSpec,
     config: PallasConfig,
-    out: Array,
-    lse: Array,
-    dout: Array,
-    dlse: Array,
-    *,
+    *results: Array,
     k_rope: Array | None = None,
 ) -> tuple[AttentionGrads, Array | None]:
     """Works as `backward`, and the gradient of `k_rope` (see `forward`), in float32."""
-    delta, empty = row_terms(arrays, out, lse, dout, dlse)
+    (_, lse, dout, _), (delta, empty) = results, row_terms(arrays, *results)
     dbias = dsinks = None
     if arrays.sinks is not None:
         dsinks = sum_batch(sinks_gradient(arrays, lse, delta), arrays.sinks)
