@@ -2,26 +2,25 @@
 
 from typing import ClassVar
 
-import equinox as eqx
 import jax
 from jax import Array
 from jaxtyping import PRNGKeyArray
 
 from .._jitted import compiled_once
-from .._kernel import Kernel, make_plan, Plan
 from .._shapes import AnyArray, Bool, Float, Int, Numbers
 from ..core import Named
 from ..dispatch import PlatformLike
 from ..dispatch.labels import kernel_scope
 from ..parallel import mapped
-from .arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
+from .arguments import resolve, ScoreInputs, ScoreOptions
 from .core import arrays_of, ATTEND, axes_of, problem_of
-from .masks.mask import Mask, Window
+from .masks.mask import Mask
+from .operation import Windowed
 from .reference import attend_with_weights
 from .spec import AttentionArrays, AttentionSpec
 
 
-class Attention(Kernel):
+class Attention(Windowed):
     r"""Attention that computes the full score matrix and returns the weights along with the output.
 
     Same equation and arguments as [`ejkernel_eqx.FlashAttention`][], in memory of order $T S$. Use it to inspect weights, for
@@ -30,12 +29,6 @@ class Attention(Kernel):
     """
 
     operation: ClassVar[str] = "attention"
-
-    causal: bool = eqx.field(static=True)
-    window: Window = eqx.field(static=True)
-    options: ScoreOptions = eqx.field(static=True)
-    plan: Plan = eqx.field(static=True)
-    inference: bool
 
     def __init__(
         self,
@@ -49,10 +42,7 @@ class Attention(Kernel):
     ):
         """**Arguments:** as for [`ejkernel_eqx.FlashAttention`][]; `platform` is `None` or `"xla"`."""
         self.options = ScoreOptions(logits_soft_cap, softmax_scale, dropout_rate)
-        self.causal = causal
-        self.window = parse_window(sliding_window, causal)
-        self.inference = False
-        self.plan = make_plan(self.operation, platform=platform)
+        self._complete(causal, sliding_window, platform, None, None)
 
     @jax.named_scope("ejkernel_eqx.Attention")
     def __call__(
@@ -83,12 +73,10 @@ class Attention(Kernel):
         `(out [..., T, H, V], weights [..., H, T, S])` in the dtype of `q`. The weights are those that multiply the values: after
         dropout, and summing to less than one if there are sinks.
         """
-        own = Mask(is_causal=self.causal, window=self.window)
-        masking = MaskInputs(
-            mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset, own
+        masking = self._masking(
+            mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset
         )
-        inference = self.inference if inference is None else inference
-        scoring = ScoreInputs(bias, sinks, alibi_slopes, key, inference, log_forget=log_forget)
+        scoring = ScoreInputs(bias, sinks, alibi_slopes, key, self._infers(inference), log_forget=log_forget)
         arrays, spec = resolve(q, k, v, self.options, masking, scoring)
         with kernel_scope(self.plan.select(problem_of(self.operation, arrays, spec))):
             out, weights = compiled_once(_dense, spec)(arrays)

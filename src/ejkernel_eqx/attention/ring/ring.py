@@ -7,19 +7,19 @@ import jax
 from jax import Array
 from jaxtyping import PRNGKeyArray
 
-from ..._kernel import Kernel, Plan, replaced
+from ..._kernel import replaced
 from ..._shapes import AnyArray, Bool, Float, Int, Numbers
-from ...core.plans import plan_of
 from ...dispatch import PlatformLike
-from ..arguments import MaskInputs, parse_window, ScoreInputs, ScoreOptions
-from ..masks.mask import Mask, Window
+from ..arguments import ScoreInputs, ScoreOptions
+from ..masks.mask import Mask
+from ..operation import Windowed
 from ..signature import AttentionInputs as Inputs
 from ..signature import K, Output, Q, V, WithLse
 from .arguments import resolve, Split
 from .core import ATTEND_RING
 
 
-class RingAttention(Kernel):
+class RingAttention(Windowed):
     r"""Exact attention over a sequence whose tokens are split over the devices of a mesh axis, in memory of one device's tokens.
 
     The mathematics, masks and gradients are those of [`ejkernel_eqx.FlashAttention`][], by positions in the whole
@@ -49,11 +49,6 @@ class RingAttention(Kernel):
     operation: ClassVar[str] = "ring_attention"
 
     split: Split = eqx.field(static=True)
-    causal: bool = eqx.field(static=True)
-    window: Window = eqx.field(static=True)
-    options: ScoreOptions = eqx.field(static=True)
-    plan: Plan = eqx.field(static=True)
-    inference: bool
 
     def __init__(
         self,
@@ -86,10 +81,7 @@ class RingAttention(Kernel):
         """
         self.split = Split(axis_name, order, method)
         self.options = ScoreOptions(logits_soft_cap, softmax_scale, dropout_rate, deterministic)
-        self.causal = causal
-        self.window = parse_window(sliding_window, causal)
-        self.inference = False
-        self.plan = plan_of(RingAttention, self, platform, config, tune_for)
+        self._complete(causal, sliding_window, platform, config, tune_for)
 
     def on_whole_rows(self) -> "RingAttention":
         """The same attention for calls whose tokens no axis splits, such as those of decoding."""
@@ -159,11 +151,9 @@ class RingAttention(Kernel):
         `ValueError` for invalid arguments, such as an axis that the mesh lacks, or tokens that do not divide. Raises
         `UnsupportedError` if no platform supports the call.
         """
-        own = Mask(is_causal=self.causal, window=self.window)
-        masking = MaskInputs(
-            mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset, own
+        masking = self._masking(
+            mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset
         )
-        inference = self.inference if inference is None else inference
-        scoring = ScoreInputs(bias, sinks, alibi_slopes, key, inference, return_lse)
+        scoring = ScoreInputs(bias, sinks, alibi_slopes, key, self._infers(inference), return_lse)
         call = resolve(q, k, v, self.split, self.options, masking, scoring)
         return ATTEND_RING.attend(self.plan, self.operation, *call)
