@@ -460,7 +460,6 @@ def backward(
     dq, dk, dv, dbias, dslopes, dsums = call.scan(body, (dq, dk, dv, dbias, dslopes, dsums))
     if dsums is not None:
         dsums = [x.reshape(call.batch, call.heads, x.shape[-1]) for x in dsums]
-    dsinks = None if arrays.sinks is None else sinks_gradient(arrays, given_lse, by_row)
     dq = (dq * spec.scale).astype(arrays.q.dtype).transpose(0, 3, 1, 2, 4)
     grads = AttentionGrads(
         q=dq.reshape(arrays.q.shape),
@@ -468,7 +467,7 @@ def backward(
         v=dv.astype(arrays.v.dtype).transpose(0, 3, 1, 2),
         bias=None if bias is None else bias.finish(dbias),
         alibi_slopes=_per_head_gradient(dslopes, arrays.alibi_slopes),
-        sinks=_per_head_gradient(dsinks, arrays.sinks),
+        sinks=sinks_gradient(arrays, given_lse, by_row),
         log_forget=None if dsums is None else log_forget.gradient(arrays, spec, *dsums),
     )
     return grads if call.lengths is None else xla_symbols.cut(grads, given)

@@ -113,9 +113,7 @@ def gradients(
 ) -> tuple[AttentionGrads, Array | None]:
     """Works as `backward`, and the gradient of `k_rope` (see `forward`), in float32."""
     (_, lse, dout, _), (delta, empty) = results, row_terms(arrays, *results)
-    dbias = dsinks = None
-    if arrays.sinks is not None:
-        dsinks = sum_batch(sinks_gradient(arrays, lse, delta), arrays.sinks)
+    dbias, dsinks = None, sinks_gradient(arrays, lse, delta)
     if _is_empty(arrays):
         zeros = jax.tree.map(jnp.zeros_like, {name: getattr(arrays, name) for name in LEARNED})
         drope = None if k_rope is None else jnp.zeros(k_rope.shape, jnp.float32)

@@ -318,9 +318,7 @@ def gradients(
             arrays, spec = without_lists(arrays, spec)
             launch = launcher(arrays, spec, config, k_rope).knowing(row_inputs)
         dbias = _bias_gradient(launch, bias, arrays, config.query_gradient)
-    dsinks = None
-    if arrays.sinks is not None:
-        dsinks = sum_batch(sinks_gradient(arrays, lse, delta), arrays.sinks)
+    dsinks = sinks_gradient(arrays, lse, delta)
     return AttentionGrads(dq, dk, dv, dbias, dslopes, dsinks, dgates), None if k_rope is None else dmore
 
 
