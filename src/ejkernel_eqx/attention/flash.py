@@ -8,10 +8,9 @@ from jaxtyping import PRNGKeyArray
 
 from .._shapes import AnyArray, Bool, Float, Int, Numbers
 from ..dispatch import PlatformLike
-from .arguments import resolve, ScoreInputs, ScoreOptions
+from .arguments import MaskInputs, resolve, ScoreInputs, ScoreOptions, Windowed
 from .core import ATTEND
 from .masks.mask import Mask
-from .operation import Windowed
 from .signature import FlashInputs as Inputs
 from .signature import K, Output, Q, V, WithLse
 
@@ -139,9 +138,11 @@ class FlashAttention(Windowed):
         logarithm, including sinks, and `-inf` for a query that sees no key. Raises `ValueError` for invalid arguments,
         and `UnsupportedError` if no platform, or not the requested one, supports the call.
         """
-        masking = self._masking(
-            mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset
+        own = Mask(is_causal=self.causal, window=self.window)
+        masking = MaskInputs(
+            mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset, own
         )
-        scoring = ScoreInputs(bias, sinks, alibi_slopes, key, self._infers(inference), return_lse, log_forget)
+        inference = self.inference if inference is None else inference
+        scoring = ScoreInputs(bias, sinks, alibi_slopes, key, inference, return_lse, log_forget)
         call = resolve(q, k, v, self.options, masking, scoring)
         return ATTEND.attend(self.plan, self.operation, *call)

@@ -12,10 +12,9 @@ from ..core import Named
 from ..dispatch import PlatformLike
 from ..dispatch.labels import kernel_scope
 from ..parallel import mapped
-from .arguments import resolve, ScoreInputs, ScoreOptions
+from .arguments import MaskInputs, resolve, ScoreInputs, ScoreOptions, Windowed
 from .core import arrays_of, ATTEND, axes_of, problem_of
 from .masks.mask import Mask
-from .operation import Windowed
 from .reference import attend_with_weights
 from .spec import AttentionArrays, AttentionSpec
 
@@ -73,10 +72,12 @@ class Attention(Windowed):
         `(out [..., T, H, V], weights [..., H, T, S])` in the dtype of `q`. The weights are those that multiply the values: after
         dropout, and summing to less than one if there are sinks.
         """
-        masking = self._masking(
-            mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset
+        own = Mask(is_causal=self.causal, window=self.window)
+        masking = MaskInputs(
+            mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset, own
         )
-        scoring = ScoreInputs(bias, sinks, alibi_slopes, key, self._infers(inference), log_forget=log_forget)
+        inference = self.inference if inference is None else inference
+        scoring = ScoreInputs(bias, sinks, alibi_slopes, key, inference, log_forget=log_forget)
         arrays, spec = resolve(q, k, v, self.options, masking, scoring)
         with kernel_scope(self.plan.select(problem_of(self.operation, arrays, spec))):
             out, weights = compiled_once(_dense, spec)(arrays)

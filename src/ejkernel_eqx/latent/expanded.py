@@ -8,8 +8,7 @@ from jaxtyping import PRNGKeyArray
 
 from .._shapes import AnyArray, Bool, Float, Int, Numbers
 from ..attention import Mask
-from ..attention.arguments import arranged, ScoreInputs, ScoreOptions, visible
-from ..attention.operation import Windowed
+from ..attention.arguments import arranged, MaskInputs, ScoreInputs, ScoreOptions, visible, Windowed
 from ..attention.signature import AttentionInputs, Output, WithLse
 from ..dispatch import PlatformLike
 from .arguments import read_expanded
@@ -141,10 +140,13 @@ class MultiHeadLatentAttention(Windowed):
         and `UnsupportedError` if no platform, or not the requested one, supports the call.
         """
         inputs = read_expanded(q, k, k_rope, v)
-        masking = self._masking(
-            mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset
+        # The module's own options are one more condition beside what the call hides.
+        own = Mask(is_causal=self.causal, window=self.window)
+        masking = MaskInputs(
+            mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset, own
         )
-        scoring = ScoreInputs(bias, sinks, alibi_slopes, key, self._infers(inference), return_lse)
+        inference = self.inference if inference is None else inference
+        scoring = ScoreInputs(bias, sinks, alibi_slopes, key, inference, return_lse)
         dense, keys = (inputs["q"], inputs["k"], inputs["v"]), inputs["k"].shape[-3]
         lowered = visible(masking, inputs["q"].shape, keys)
         whole, spec = arranged(dense, self.options, scoring, lowered, keys)

@@ -13,22 +13,18 @@ class Rule(NamedTuple):
     holds: Callable[[Any], bool]
 
 
-def _is_int(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)
-
-
 def power_of_two(least: int = 1, most: int | None = None) -> Rule:
     words = "a power of two" + (f" from {least}" if least > 1 else "") + (f" up to {most}" if most else "")
-    return Rule(words, lambda x: _is_int(x) and least <= x <= (most or x) and not x & (x - 1))
+    return Rule(words, lambda x: type(x) is int and least <= x <= (most or x) and not x & (x - 1))
 
 
 def whole(least: int, most: int | None = None) -> Rule:
     words = f"an int from {least}" + (f" to {most}" if most else "")
-    return Rule(words, lambda x: _is_int(x) and least <= x <= (most or x))
+    return Rule(words, lambda x: type(x) is int and least <= x <= (most or x))
 
 
 def multiple_of(step: int) -> Rule:
-    return Rule(f"a positive multiple of {step}", lambda x: _is_int(x) and x > 0 and x % step == 0)
+    return Rule(f"a positive multiple of {step}", lambda x: type(x) is int and x > 0 and x % step == 0)
 
 
 def one_of(*values: Any) -> Rule:
@@ -62,13 +58,6 @@ def _rules(kind: type) -> dict[str, Rule]:
     return {name: mark for name, mark in marks.items() if isinstance(mark, Rule)}
 
 
-class Checked:
-    """A base class of configurations whose fields are checked when they are built."""
-
-    def __post_init__(self):
-        check_fields(self)
-
-
 def check_fields(config: Any) -> None:
     """`ValueError` for the first field that violates its annotation."""
     kind = type(config)
@@ -76,3 +65,9 @@ def check_fields(config: Any) -> None:
         value = getattr(config, name)
         if not rule.holds(value):
             raise ValueError(f"{kind.__name__}.{name}: expected {rule.words}, received {value!r}.")
+
+
+class Checked:
+    """A base class of configurations whose fields are checked when they are built."""
+
+    __post_init__ = check_fields

@@ -10,9 +10,8 @@ from jaxtyping import PRNGKeyArray
 from ..._kernel import replaced
 from ..._shapes import AnyArray, Bool, Float, Int, Numbers
 from ...dispatch import PlatformLike
-from ..arguments import ScoreInputs, ScoreOptions
+from ..arguments import MaskInputs, ScoreInputs, ScoreOptions, Windowed
 from ..masks.mask import Mask
-from ..operation import Windowed
 from ..signature import AttentionInputs as Inputs
 from ..signature import K, Output, Q, V, WithLse
 from .arguments import resolve, Split
@@ -151,9 +150,11 @@ class RingAttention(Windowed):
         `ValueError` for invalid arguments, such as an axis that the mesh lacks, or tokens that do not divide. Raises
         `UnsupportedError` if no platform supports the call.
         """
-        masking = self._masking(
-            mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset
+        own = Mask(is_causal=self.causal, window=self.window)
+        masking = MaskInputs(
+            mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset, own
         )
-        scoring = ScoreInputs(bias, sinks, alibi_slopes, key, self._infers(inference), return_lse)
+        inference = self.inference if inference is None else inference
+        scoring = ScoreInputs(bias, sinks, alibi_slopes, key, inference, return_lse)
         call = resolve(q, k, v, self.split, self.options, masking, scoring)
         return ATTEND_RING.attend(self.plan, self.operation, *call)
