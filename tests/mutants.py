@@ -137,7 +137,7 @@ FAULTS = (
     # layers
     Fault("rotary-sign", "rotary/embedding.py", "turn_neighbours", "b * cos + a * sin", "b * cos - a * sin", "nn/test_rotary.py nn/test_rotary_axes.py nn/test_rotary_config.py nn/test_rotary_lengths.py"),
     Fault("yarn-ramp", "rotary/scaling.py", "YarnScaling.frequencies", "math.floor(low), math.ceil(high)", "math.ceil(low), math.floor(high)", "nn/test_rotary_config.py nn/test_rotary.py"),
-    Fault("router-correction-bias", "nn/moe/routing.py", "choose", "jnp.take_along_axis(scores, indices", "jnp.take_along_axis(ranked, indices", "nn/test_experts.py nn/test_router_statistics.py"),
+    Fault("router-correction-bias", "nn/moe/routing.py", "choose", "take_along(scores, indices", "take_along(ranked, indices", "nn/test_experts.py nn/test_router_statistics.py"),
     Fault("expert-sums-of-one-device", "nn/moe/by_token.py", "collected", "jnp.sum(back, axis=0, dtype=accumulator(x.dtype))", "back[0].astype(accumulator(x.dtype))", "nn/test_expert_parallel.py"),
     Fault("expert-rounds-beyond-room", "nn/moe/by_token.py", "routes_of", "(local >= 0) & (local < room)", "(local >= 0) & (local <= room)", "nn/test_expert_parallel.py"),
     Fault("kv-cache-padding", "nn/kv_cache.py", "KVCache._put", "running_count(mask, mask.ndim - 1) - 1", "running_count(mask, mask.ndim - 1)", "nn/test_kv_cache.py nn/test_attention_decode.py"),

@@ -32,6 +32,23 @@ def test_every_page_is_listed():
     assert {page for page in notebooks if f"(../{page})" in guides} == notebooks
 
 
+def test_shared_options_are_shown():
+    """Where an operation takes `__init__` from its options, the reference has the arguments."""
+    griffe = pytest.importorskip("griffe", reason="needs the extra docs")
+    name = "docs/extensions/shared.py"
+    assert f"extensions: [{name}]" in CONFIG
+    extensions = griffe.load_extensions(str(ROOT / name))
+    package = griffe.load(
+        "ejkernel_eqx", search_paths=[ROOT / "src"], allow_inspection=False, extensions=extensions
+    )
+    for cls in (
+        "paged.paged.PagedAttention",
+        "recurrence.gated_linear.GatedLinearAttention",
+        "nn.cells.LSTM",
+    ):
+        assert package[cls]["__init__"].docstring.value.startswith("**Arguments:**")
+
+
 def needs(*modules):
     """Marks for a test that needs a browser and modules of the extra `docs`."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]

@@ -7,14 +7,17 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from .._kernel import Kernel, Plan
 from .._values import check_between, check_int32, check_offsets, FAR
 from ..core.arguments import accumulator, read_gates
 from ..core.arguments import array as float_array
+from ..core.plans import plan_of
 from .log_forget import of_tokens
 from .masks.lower import lower, Lowered
 from .masks.mask import Mask, Window
@@ -73,7 +76,7 @@ class ScoreInputs(NamedTuple):
     sinks: Any = None
     alibi_slopes: Any = None
     key: Any = None
-    inference: bool = False
+    inference: bool | None = False
     return_lse: bool = False
     log_forget: Any = None
 
@@ -105,6 +108,22 @@ def parse_window(sliding_window: Any, causal: bool) -> Window:
             f"sliding_window: expected a pair of key counts, each >= 0 or None, received {sliding_window!r}."
         )
     return (None if pair[0] is None else int(pair[0]), None if pair[1] is None else int(pair[1]))
+
+
+class Windowed(Kernel):
+    """The options that operations of softmax attention with a window share."""
+
+    causal: bool = eqx.field(static=True)
+    window: Window = eqx.field(static=True)
+    options: ScoreOptions = eqx.field(static=True)
+    plan: Plan = eqx.field(static=True)
+    inference: bool | None
+
+    def _complete(self, causal: bool, sliding_window: Any, *request: Any) -> None:
+        """Sets all but `options`, as the end of `__init__`; `request`: `platform`, `config`, `tune_for`."""
+        self.causal, self.window = causal, parse_window(sliding_window, causal)
+        self.inference = False
+        self.plan = plan_of(type(self), self, *request)
 
 
 def resolve(

@@ -43,12 +43,13 @@ def clean_cotangent(dout: Array, empty: Array) -> Array:
     return jnp.where(hidden, jnp.zeros((), dout.dtype), dout)
 
 
-def sinks_gradient(arrays: AttentionArrays, lse: Array, delta: Array) -> Array:
-    """`[B, H]`: the gradient of each head's sink, from its share of the denominator and `delta`."""
-    assert arrays.sinks is not None
+def sinks_gradient(arrays: AttentionArrays, lse: Array, delta: Array) -> Array | None:
+    """The gradient of each head's sink, if there are sinks, from its share of the denominator and `delta`."""
+    if arrays.sinks is None:
+        return None
     nothing = lse == -jnp.inf
     share = jnp.exp(arrays.sinks.astype(lse.dtype)[..., None] - jnp.where(nothing, 0, lse))
-    return -jnp.where(nothing, 0, share * delta).sum(-1)
+    return sum_batch(-jnp.where(nothing, 0, share * delta).sum(-1), arrays.sinks)
 
 
 def sum_batch(per_row: Array, like: Array) -> Array:

@@ -2,23 +2,20 @@
 
 from typing import Any, ClassVar, Literal, overload, TYPE_CHECKING, Unpack
 
-import equinox as eqx
 import jax
 from jax import Array
 from jaxtyping import PRNGKeyArray
 
-from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Bool, Float, Int, Numbers
-from ..core.plans import plan_of
 from ..dispatch import PlatformLike
-from .arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
+from .arguments import MaskInputs, resolve, ScoreInputs, ScoreOptions, Windowed
 from .core import ATTEND
-from .masks.mask import Mask, Window
+from .masks.mask import Mask
 from .signature import FlashInputs as Inputs
 from .signature import K, Output, Q, V, WithLse
 
 
-class FlashAttention(Kernel):
+class FlashAttention(Windowed):
     r"""Exact attention, forward and backward in memory linear in the sequence length.
 
     $$s_{ij} = \mathrm{cap}\!\left(\mathrm{scale}\; q_i \cdot k_j\right) + \mathrm{bias}_{ij} + m_h (j - p_i)
@@ -40,12 +37,6 @@ class FlashAttention(Kernel):
     """
 
     operation: ClassVar[str] = "flash_attention"
-
-    causal: bool = eqx.field(static=True)
-    window: Window = eqx.field(static=True)
-    options: ScoreOptions = eqx.field(static=True)
-    plan: Plan = eqx.field(static=True)
-    inference: bool
 
     def __init__(
         self,
@@ -77,10 +68,7 @@ class FlashAttention(Kernel):
             needed while the module is built inside `jit` or another staged function.
         """
         self.options = ScoreOptions(logits_soft_cap, softmax_scale, dropout_rate, deterministic)
-        self.causal = causal
-        self.window = parse_window(sliding_window, causal)
-        self.inference = False
-        self.plan = plan_of(FlashAttention, self, platform, config, tune_for)
+        self._complete(causal, sliding_window, platform, config, tune_for)
 
     if TYPE_CHECKING:
 

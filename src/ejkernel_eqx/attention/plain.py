@@ -2,26 +2,24 @@
 
 from typing import ClassVar
 
-import equinox as eqx
 import jax
 from jax import Array
 from jaxtyping import PRNGKeyArray
 
 from .._jitted import compiled_once
-from .._kernel import Kernel, make_plan, Plan
 from .._shapes import AnyArray, Bool, Float, Int, Numbers
 from ..core import Named
 from ..dispatch import PlatformLike
 from ..dispatch.labels import kernel_scope
 from ..parallel import mapped
-from .arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
+from .arguments import MaskInputs, resolve, ScoreInputs, ScoreOptions, Windowed
 from .core import arrays_of, ATTEND, axes_of, problem_of
-from .masks.mask import Mask, Window
+from .masks.mask import Mask
 from .reference import attend_with_weights
 from .spec import AttentionArrays, AttentionSpec
 
 
-class Attention(Kernel):
+class Attention(Windowed):
     r"""Attention that computes the full score matrix and returns the weights along with the output.
 
     Same equation and arguments as [`ejkernel_eqx.FlashAttention`][], in memory of order $T S$. Use it to inspect weights, for
@@ -30,12 +28,6 @@ class Attention(Kernel):
     """
 
     operation: ClassVar[str] = "attention"
-
-    causal: bool = eqx.field(static=True)
-    window: Window = eqx.field(static=True)
-    options: ScoreOptions = eqx.field(static=True)
-    plan: Plan = eqx.field(static=True)
-    inference: bool
 
     def __init__(
         self,
@@ -49,10 +41,7 @@ class Attention(Kernel):
     ):
         """**Arguments:** as for [`ejkernel_eqx.FlashAttention`][]; `platform` is `None` or `"xla"`."""
         self.options = ScoreOptions(logits_soft_cap, softmax_scale, dropout_rate)
-        self.causal = causal
-        self.window = parse_window(sliding_window, causal)
-        self.inference = False
-        self.plan = make_plan(self.operation, platform=platform)
+        self._complete(causal, sliding_window, platform, None, None)
 
     @jax.named_scope("ejkernel_eqx.Attention")
     def __call__(

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ..core import Named
 from ..core.arguments import accumulator
 from ..core.exact import compiled
 from ..core.workload import bytes_of, Inputs, workload_of
@@ -35,7 +36,7 @@ def _without_lse(problem: Problem, seed: int) -> Inputs:
     return Inputs(inputs.arrays, {**inputs.cotangents, "lse": jnp.zeros_like(inputs.cotangents["lse"])})
 
 
-def by_row_and_head(spec: AttentionSpec, inputs: Inputs) -> dict[str, Array]:
+def by_row_and_head(spec: AttentionSpec, inputs: Inputs) -> Named:
     """All results of the reference in float32 (float64 for float64 inputs). They are computed for one batch row and key
     head after the other, so that the scores of a whole call are never in memory at once."""
     arrays, dout, dlse = inputs.arrays, inputs.cotangents["out"], inputs.cotangents["lse"]
@@ -45,7 +46,7 @@ def by_row_and_head(spec: AttentionSpec, inputs: Inputs) -> dict[str, Array]:
 
     # The backward computes the scores of a row and head again.
     @jax.checkpoint
-    def one(learned: dict[str, Array], number: Array) -> tuple[Array, Array]:
+    def one(learned: Named, number: Array) -> tuple[Array, Array]:
         row, head = number // kv_heads, number % kv_heads
 
         def take(name: str, x: Array) -> Array:
@@ -59,7 +60,7 @@ def by_row_and_head(spec: AttentionSpec, inputs: Inputs) -> dict[str, Array]:
         named = ATTEND.given_of(arrays._replace(**learned))
         return reference.attend(arrays_of(**{name: take(name, x) for name, x in named.items()}), spec)
 
-    def every(learned: dict[str, Array]) -> dict[str, Array]:
+    def every(learned: Named) -> Named:
         out, lse = lax.map(functools.partial(one, learned), jnp.arange(batch * kv_heads))
         out = out.reshape(batch, kv_heads, queries, heads // kv_heads, value_dim).swapaxes(1, 2)
         return {

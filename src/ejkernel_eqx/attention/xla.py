@@ -20,7 +20,9 @@ from jax import Array, lax
 
 from .._shapes import as_value, is_symbolic
 from ..core.arguments import accumulator
+from ..core.platforms import supports_all
 from ..dispatch import Backend, BOTH, FORWARD
+from ..launch.fields import Checked, Count
 from ..parallel import match_varying
 from . import log_forget, xla_symbols
 from .cotangents import clean_cotangent, row_terms, sinks_gradient, sum_batch
@@ -35,17 +37,11 @@ _ALIGNMENT = 16  # tile lengths are multiples of this, unless the whole axis is 
 
 
 @dataclasses.dataclass(frozen=True)
-class XlaTile:
+class XlaTile(Checked):
     """Tile lengths along queries and keys; a tile longer than the axis covers the whole axis."""
 
-    block_q: int
-    block_k: int
-
-    def __post_init__(self):
-        for name in ("block_q", "block_k"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"XlaTile.{name}: expected a positive int, received {value!r}.")
+    block_q: Count
+    block_k: Count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +53,7 @@ class XlaConfig:
 
 
 config_type = XlaConfig
+unsupported = supports_all
 _TILES_IN_MEMORY = 48  # a GPU's memory holds this many times the scores of one tile
 _TILES = tuple(
     XlaTile(*sides)
@@ -65,11 +62,6 @@ _TILES = tuple(
         *((128, 128), (256, 1024), (512, 1024), (1024, 512), (1024, 1024), (512, 128)),
     )
 )
-
-
-def unsupported(problem: Any, device: Any) -> str | None:
-    """The reason why this platform cannot serve the problem: never, it supports all."""
-    return None
 
 
 def default_config(problem: Any, device: Any) -> XlaConfig:
@@ -417,21 +409,17 @@ def backward(
     arrays: AttentionArrays,
     spec: AttentionSpec,
     config: XlaConfig,
-    out: Array,
-    lse: Array,
-    dout: Array,
-    dlse: Array | None,
-    *,
+    *results: Any,
     key_dtype: Any = None,
 ) -> AttentionGrads:
     """Cotangents of the differentiable arrays, from the results of `forward` and their cotangents: `out`, `lse`, `dout` and `dlse`, which may be
     `None`. That of the keys may have a dtype of its own."""
     call = _Call(arrays, spec, config.backward)
     given, arrays = arrays, call.arrays
-    out, lse, dout, dlse = xla_symbols.whole_rows(out, lse, dout, dlse, tile=config.backward)
-    given_lse, (by_row, empty) = lse, row_terms(arrays, out, lse, dout, dlse)
+    results = xla_symbols.whole_rows(*results, tile=config.backward)
+    (_, given_lse, dout, _), (by_row, empty) = results, row_terms(arrays, *results)
     q, do = _cleaned(call, empty, dout)
-    lse, delta = call.per_head(lse), call.per_head(by_row)
+    lse, delta = call.per_head(given_lse), call.per_head(by_row)
     q_transposed, do_transposed = (x.transpose(0, 1, 4, 2, 3) for x in (q, do))  # [B, K, D, G, T]
     safe = jnp.where(lse == -jnp.inf, jnp.inf, lse)
     slopes, bias = call.slopes, None if call.bias is None else _BiasGradient(call)
@@ -472,7 +460,6 @@ def backward(
     dq, dk, dv, dbias, dslopes, dsums = call.scan(body, (dq, dk, dv, dbias, dslopes, dsums))
     if dsums is not None:
         dsums = [x.reshape(call.batch, call.heads, x.shape[-1]) for x in dsums]
-    dsinks = None if arrays.sinks is None else sinks_gradient(arrays, given_lse, by_row)
     dq = (dq * spec.scale).astype(arrays.q.dtype).transpose(0, 3, 1, 2, 4)
     grads = AttentionGrads(
         q=dq.reshape(arrays.q.shape),
@@ -480,7 +467,7 @@ def backward(
         v=dv.astype(arrays.v.dtype).transpose(0, 3, 1, 2),
         bias=None if bias is None else bias.finish(dbias),
         alibi_slopes=_per_head_gradient(dslopes, arrays.alibi_slopes),
-        sinks=_per_head_gradient(dsinks, arrays.sinks),
+        sinks=sinks_gradient(arrays, given_lse, by_row),
         log_forget=None if dsums is None else log_forget.gradient(arrays, spec, *dsums),
     )
     return grads if call.lengths is None else xla_symbols.cut(grads, given)

@@ -11,6 +11,7 @@ from jax import Array, lax
 
 from .._broadcast import like
 from .._values import check_between
+from ..core import Named
 from ..core.arguments import array, fitting, wide
 from ..core.frame import Frame, frame_of, States
 from ..sequences.packing import read_ids
@@ -39,14 +40,14 @@ class Call:
     states: tuple[States, ...]
     """The hidden state, and of an LSTM the cell state."""
 
-    def unchanged(self, spec: CellSpec) -> dict[str, Array]:
+    def unchanged(self, spec: CellSpec) -> Named:
         """The results of a call without tokens."""
         features = self.arrays.weight.shape[-1]
         out = jnp.zeros((*self.arrays.x.shape[:-1], features), self.arrays.x.dtype)
         finals = (states.unchanged(spec.state_dtype) for states in self.states)
         return {"out": out} | dict(zip(("final_hidden", "final_cell"), finals))
 
-    def finish(self, results: dict[str, Array]) -> tuple[Array, Any]:
+    def finish(self, results: Named) -> tuple[Array, Any]:
         named = zip(self.states, ("final_hidden", "final_cell"))
         left = tuple(states.leaving(results[name]) for states, name in named)
         return self.frame.packing.give(results["out"]), left if len(left) == 2 else left[0]

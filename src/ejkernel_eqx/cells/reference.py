@@ -6,12 +6,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ..core import Named
 from ..core.arguments import accumulator
 from ..sequences.tokens import masked
 from .formulas import advance
 from .spec import CellArrays, CellSpec, CONTINUES, PADDING, SHARED, STARTS
-
-Named = dict[str, Array]
 
 
 def run(arrays: CellArrays, spec: CellSpec) -> Named:

@@ -16,33 +16,28 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .._broadcast import like
 from .._take import take_along
+from ..core import Named
 from ..core.arguments import accumulator
-from ..launch.fields import check_fields, whole
+from ..core.platforms import supports_all
+from ..launch.fields import Checked, whole
 from ..parallel import match_varying
 from ..sequences.packing import ended
 from ..sequences.tokens import masked
 from .formulas import advance
 from .spec import CellArrays, CellSpec, PADDING, STARTS
 
-Named = dict[str, Array]
 _KEPT = "ejkernel_eqx.cells.states"
 
 
 @dataclasses.dataclass(frozen=True)
-class XlaConfig:
+class XlaConfig(Checked):
     """The body of the loops processes `unroll` tokens."""
 
     unroll: Annotated[int, whole(1, 64)] = 1
 
-    __post_init__ = check_fields
-
 
 config_type = XlaConfig
-
-
-def unsupported(problem: Any, device: Any) -> str | None:
-    """The reason why this platform cannot serve the problem: never, it supports all."""
-    return None
+unsupported = supports_all
 
 
 def default_config(problem: Any, device: Any) -> XlaConfig:

@@ -13,6 +13,7 @@ import jax
 from jax import Array
 from jax.sharding import PartitionSpec
 
+from ..core import Named
 from ..core.letters import Letters
 from ..parallel.layout import mesh_axes
 from ..parallel.mesh import explicit_mesh, gathered, resharded, spec_of
@@ -88,14 +89,14 @@ def merged(arrays: ConvArrays, spec: ConvSpec) -> ConvArrays:
     return arrays._replace(**merged_results(_given(arrays), spec))
 
 
-def merged_results(results: Mapping[str, Array], spec: ConvSpec) -> dict[str, Array]:
+def merged_results(results: Mapping[str, Array], spec: ConvSpec) -> Named:
     """Results, their cotangents, or arrays by name, with one axis of channels."""
     if spec.norm_size is None:
         return dict(results)
     return {name: _merge(x, _channels(name, x) - 1) for name, x in results.items()}
 
 
-def as_called(results: Mapping[str, Array], spec: ConvSpec) -> dict[str, Array]:
+def as_called(results: Mapping[str, Array], spec: ConvSpec) -> Named:
     """Results, or arrays or their gradients by name, with the axes of the call."""
     size = spec.norm_size
     if size is None:
@@ -108,7 +109,7 @@ def _channels(name: str, x: Array) -> int:
     return x.ndim - (2 if name == "weight" else 1)
 
 
-def _given(arrays: ConvArrays) -> dict[str, Array]:
+def _given(arrays: ConvArrays) -> Named:
     """The arrays with channels by name."""
     return {name: x for name in LEARNED if (x := getattr(arrays, name)) is not None}
 

@@ -30,6 +30,11 @@ class NoConfig:
     """The configuration of a platform without options."""
 
 
+def supports_all(problem: Problem, device: DeviceFacts) -> str | None:
+    """The reason why a platform cannot serve a problem, of one that serves all: none."""
+    return None
+
+
 class Plain(PlatformHooks):
     """Platform `xla` of a family: a function `(arrays, spec) -> results` that XLA fuses. Only the arrays are kept for its gradient."""
 

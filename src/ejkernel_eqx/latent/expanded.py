@@ -2,25 +2,21 @@
 
 from typing import Any, ClassVar, Literal, overload, TYPE_CHECKING, Unpack
 
-import equinox as eqx
 import jax
 from jax import Array
 from jaxtyping import PRNGKeyArray
 
-from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Bool, Float, Int, Numbers
 from ..attention import Mask
-from ..attention.arguments import arranged, MaskInputs, parse_window, ScoreInputs, ScoreOptions, visible
-from ..attention.masks.mask import Window
+from ..attention.arguments import arranged, MaskInputs, ScoreInputs, ScoreOptions, visible, Windowed
 from ..attention.signature import AttentionInputs, Output, WithLse
-from ..core.plans import plan_of
 from ..dispatch import PlatformLike
 from .arguments import read_expanded
 from .core import ATTEND
 from .spec import LatentArrays
 
 
-class MultiHeadLatentAttention(Kernel):
+class MultiHeadLatentAttention(Windowed):
     r"""Multi-head latent attention in its expanded form. Every head has keys and values of its own, and all heads share
     one rotary key. It is exact, forward and backward, in memory linear in the sequence length.
 
@@ -43,12 +39,6 @@ class MultiHeadLatentAttention(Kernel):
 
     operation: ClassVar[str] = "multi_head_latent_attention"
 
-    causal: bool = eqx.field(static=True)
-    window: Window = eqx.field(static=True)
-    options: ScoreOptions = eqx.field(static=True)
-    plan: Plan = eqx.field(static=True)
-    inference: bool | None  # `None`, which is no leaf, without dropout
-
     def __init__(
         self,
         causal: bool = False,
@@ -70,10 +60,9 @@ class MultiHeadLatentAttention(Kernel):
         - `tune_for`: [`ejkernel_eqx.inputs`][]`(q, k, k_rope, v, ...)`, arrays or `jax.ShapeDtypeStruct`s: fix the choice for these inputs now.
         """
         self.options = ScoreOptions(logits_soft_cap, softmax_scale, dropout_rate)
-        self.causal = causal
-        self.window = parse_window(sliding_window, causal)
-        self.inference = False if dropout_rate > 0 else None
-        self.plan = plan_of(MultiHeadLatentAttention, self, platform, config, tune_for)
+        self._complete(causal, sliding_window, platform, config, tune_for)
+        if dropout_rate == 0:
+            self.inference = None  # which is no leaf
 
     if TYPE_CHECKING:
 
@@ -156,7 +145,7 @@ class MultiHeadLatentAttention(Kernel):
         masking = MaskInputs(
             mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset, own
         )
-        inference = bool(self.inference) if inference is None else inference
+        inference = self.inference if inference is None else inference
         scoring = ScoreInputs(bias, sinks, alibi_slopes, key, inference, return_lse)
         dense, keys = (inputs["q"], inputs["k"], inputs["v"]), inputs["k"].shape[-3]
         lowered = visible(masking, inputs["q"].shape, keys)

@@ -1,4 +1,4 @@
-"""Annotations that validate fields of configurations: `block_q: Block`, with `__post_init__ = check_fields` in the class."""
+"""Annotations that validate fields of configurations: `block_q: Block`, in a class with the base `Checked`."""
 
 import functools
 import typing
@@ -15,16 +15,16 @@ class Rule(NamedTuple):
 
 def power_of_two(least: int = 1, most: int | None = None) -> Rule:
     words = "a power of two" + (f" from {least}" if least > 1 else "") + (f" up to {most}" if most else "")
-    return Rule(words, lambda x: isinstance(x, int) and least <= x <= (most or x) and not x & (x - 1))
+    return Rule(words, lambda x: type(x) is int and least <= x <= (most or x) and not x & (x - 1))
 
 
 def whole(least: int, most: int | None = None) -> Rule:
     words = f"an int from {least}" + (f" to {most}" if most else "")
-    return Rule(words, lambda x: isinstance(x, int) and least <= x <= (most or x))
+    return Rule(words, lambda x: type(x) is int and least <= x <= (most or x))
 
 
 def multiple_of(step: int) -> Rule:
-    return Rule(f"a positive multiple of {step}", lambda x: isinstance(x, int) and x > 0 and x % step == 0)
+    return Rule(f"a positive multiple of {step}", lambda x: type(x) is int and x > 0 and x % step == 0)
 
 
 def one_of(*values: Any) -> Rule:
@@ -58,13 +58,6 @@ def _rules(kind: type) -> dict[str, Rule]:
     return {name: mark for name, mark in marks.items() if isinstance(mark, Rule)}
 
 
-class Checked:
-    """A base class of configurations whose fields are checked when they are built."""
-
-    def __post_init__(self):
-        check_fields(self)
-
-
 def check_fields(config: Any) -> None:
     """`ValueError` for the first field that violates its annotation."""
     kind = type(config)
@@ -72,3 +65,9 @@ def check_fields(config: Any) -> None:
         value = getattr(config, name)
         if not rule.holds(value):
             raise ValueError(f"{kind.__name__}.{name}: expected {rule.words}, received {value!r}.")
+
+
+class Checked:
+    """A base class of configurations whose fields are checked when they are built."""
+
+    __post_init__ = check_fields

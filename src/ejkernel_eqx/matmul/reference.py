@@ -7,11 +7,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .._broadcast import like
+from ..core import Named
 from ..core.arguments import accumulator
 from .spec import GroupedArrays, GroupedSpec, INTERLEAVED, PAIR, right_of
 
 
-def multiply(arrays: GroupedArrays, spec: GroupedSpec) -> dict[str, Array]:
+def multiply(arrays: GroupedArrays, spec: GroupedSpec) -> Named:
     """`out [*, M, N]` in float32 (float64 for float64 inputs)."""
     wide = accumulator(arrays.lhs.dtype)
     count = arrays.sizes.shape[-1]
@@ -32,7 +33,7 @@ def multiply(arrays: GroupedArrays, spec: GroupedSpec) -> dict[str, Array]:
             if x is not None
         }
 
-        def add(sum: Array, turn: tuple[Array, dict[str, Array]]) -> tuple[Array, None]:
+        def add(sum: Array, turn: tuple[Array, Named]) -> tuple[Array, None]:
             number, one = turn[0], {name: like(x.astype(wide), lhs) for name, x in turn[1].items()}
             z = jnp.matmul(lhs, one["right"], precision="highest")
             z = z * one["scale"] if "scale" in one else z

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..core.arguments import accumulator
+from ..core.platforms import supports_all
 from ..dispatch import Problem
+from ..launch.fields import Checked, Power
 from .epilogue import finished
 from .spec import GroupedArrays, GroupedSpec, INTERLEAVED, PAIR, right_of
 from .xla_products import Form, rows
@@ -17,23 +19,14 @@ _BLOCKS = (8, 16, 32, 64, 128, 256, 512)
 
 
 @dataclasses.dataclass(frozen=True)
-class XlaConfig:
+class XlaConfig(Checked):
     """Rows of a tile, a power of two."""
 
-    block_m: int
-
-    def __post_init__(self):
-        size = self.block_m
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1 or size & (size - 1):
-            raise ValueError(f"XlaConfig.block_m: expected a power of two, received {size!r}.")
+    block_m: Power
 
 
 config_type = XlaConfig
-
-
-def unsupported(problem: Problem, device: Any) -> str | None:
-    """Nothing: this platform supports every problem."""
-    return None
+unsupported = supports_all
 
 
 def default_config(problem: Problem, device: Any) -> XlaConfig:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..attention.spec import AttentionArrays, AttentionGrads, AttentionSpec, RowRanges
+from ..core import Named
 from ..core.arguments import accumulator
 from .spec import BRANCHES, compressed_ranges, NativeArrays, NativeSpec, of_sequence, positions
 
@@ -30,7 +31,7 @@ def sliding(arrays: NativeArrays, spec: NativeSpec) -> tuple[AttentionArrays, At
     return call._replace(rows=RowRanges(start, last + 1, last)), own
 
 
-def combine(gates: Array, results: dict[str, Array], dtype: Any) -> Array:
+def combine(gates: Array, results: Named, dtype: Any) -> Array:
     """The sum of the branches' outputs under their gates. A branch in which a row sees nothing gives 0, whatever its gate."""
     wide = accumulator(dtype)
     # The sum is kept in the accumulator's dtype and rounded once, at the end.
@@ -40,9 +41,7 @@ def combine(gates: Array, results: dict[str, Array], dtype: Any) -> Array:
     return total.astype(dtype)
 
 
-def split(
-    gates: Array, saved: dict[str, Array], dout: Array
-) -> tuple[dict[str, tuple[Array, Array, Array]], Array]:
+def split(gates: Array, saved: Named, dout: Array) -> tuple[dict[str, tuple[Array, Array, Array]], Array]:
     """Each branch's output, log-sum-exp and cotangent of the output, and the gradient of the gates."""
     wide = accumulator(dout.dtype)
     results, dgates = {}, []
@@ -63,7 +62,7 @@ SOFTMAX = {"compressed": compressed, "sliding": sliding}
 
 def combined_gradients(
     dq: Array, dk: Array, dv: Array, softmax: dict[str, AttentionGrads], dgates: Array
-) -> dict[str, Array]:
+) -> Named:
     """The gradients of all float arrays. Those of the selected branch have the accumulator's dtype."""
     others, near = softmax["compressed"], softmax["sliding"]
     wide = lambda x: x.astype(dq.dtype)
@@ -71,10 +70,10 @@ def combined_gradients(
     return sums | {"compressed_k": others.k, "compressed_v": others.v, "gates": dgates}
 
 
-def _gate(gates: Array, results: dict[str, Array], n: int, dtype: Any) -> Array:
+def _gate(gates: Array, results: Named, n: int, dtype: Any) -> Array:
     return jnp.where(_sees(results, BRANCHES[n]), gates[..., n].astype(dtype), 0)
 
 
-def _sees(results: dict[str, Array], name: str) -> Array:
+def _sees(results: Named, name: str) -> Array:
     """Returns whether a row of a branch sees anything, `[B, T, H]`."""
     return jnp.swapaxes(results[f"{name}_lse"] > -jnp.inf, 1, 2)

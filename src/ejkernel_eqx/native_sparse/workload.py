@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array, lax
 
 from .._take import take_along
+from ..core import Named
 from ..core.exact import compiled
 from ..core.letters import wide_dtype
 from ..core.words import read_flags, read_sizes, SWITCH
@@ -58,12 +59,12 @@ def _compared(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in names if name != "indices")
 
 
-def _run(run: Callable[..., dict[str, Array]], block: int, inputs: Inputs, config: Any) -> Any:
+def _run(run: Callable[..., Named], block: int, inputs: Inputs, config: Any) -> Any:
     found = run(inputs, config)
     return _summed({name: found[name] for name in _compared(found)}, inputs.arrays, block)
 
 
-def _summed(found: dict[str, Array], arrays: NativeArrays, block: int) -> dict[str, Array]:
+def _summed(found: Named, arrays: NativeArrays, block: int) -> Named:
     """The gradients of keys and values summed over the blocks of a sequence, `[B, block, K, C]`."""
     at = _places(arrays)[..., None] % block == jnp.arange(block)[None, None]
 
@@ -82,7 +83,7 @@ def _places(arrays: NativeArrays) -> Array:
     return place if arrays.first is None else place - arrays.first  # keys are queries, as the call is packed
 
 
-def _by_xla(problem: Problem, work_on: Callable[..., Workload], inputs: Inputs) -> dict[str, Array]:
+def _by_xla(problem: Problem, work_on: Callable[..., Workload], inputs: Inputs) -> Named:
     """Those of platform `xla` in float32, for rows whose scores would not fit into memory."""
     platform = kernel_registry.get(problem.operation, Platform.XLA)
     widen = lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
@@ -90,7 +91,7 @@ def _by_xla(problem: Problem, work_on: Callable[..., Workload], inputs: Inputs) 
     return run(jax.tree.map(widen, inputs), platform.load().default_config(problem, device_facts()))
 
 
-def _by_group(spec: NativeSpec, inputs: Inputs) -> dict[str, Array]:
+def _by_group(spec: NativeSpec, inputs: Inputs) -> Named:
     """Results and gradients of the reference, one batch row and key head after the other, so that the scores of a whole call are never in memory
     at once."""
     arrays, dout = inputs.arrays, inputs.cotangents["out"]
@@ -132,7 +133,7 @@ def make_arrays(problem: Problem, spec: NativeSpec, seed: int) -> NativeArrays:
     return arrays._replace(k=alike(arrays.k), v=alike(arrays.v))
 
 
-def _packed(problem: Problem, spec: NativeSpec, rng: np.random.Generator) -> dict[str, Array]:
+def _packed(problem: Problem, spec: NativeSpec, rng: np.random.Generator) -> Named:
     batch, length = problem.dim("B"), problem.dim("T")
     count = problem.dim("M") - length // spec.block  # of sequences
     end = length - length // 16

@@ -4,31 +4,27 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
 
 from ..attention import xla as attention
 from ..attention.cotangents import row_terms
 from ..attention.spec import AttentionArrays
+from ..core import Named
 from ..dispatch import BOTH, Problem
+from ..launch.fields import Checked, Count
 from . import branches, gathered, inverted, selection
 from .problems import of_branch
 from .spec import NativeArrays, NativeSpec
 
-Named = dict[str, Array]
 _BYTES = 2**25  # of gathered keys and values at a time
 
 
 @dataclasses.dataclass(frozen=True)
-class XlaConfig:
+class XlaConfig(Checked):
     """`queries`: how many of them gather their blocks at a time; tiles of the other two branches."""
 
-    queries: int
+    queries: Count
     compressed: attention.XlaConfig
     sliding: attention.XlaConfig
-
-    def __post_init__(self):
-        if isinstance(self.queries, bool) or not isinstance(self.queries, int) or self.queries < 1:
-            raise ValueError(f"XlaConfig.queries: expected a positive int, received {self.queries!r}.")
 
 
 config_type = XlaConfig

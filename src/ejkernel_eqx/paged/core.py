@@ -7,7 +7,7 @@ from jax import Array
 
 from .._jitted import compiled_once
 from .._kernel import Plan
-from ..core import ForwardKind, is_opaque
+from ..core import ForwardKind, is_opaque, Named
 from ..core.arguments import accumulator
 from ..dispatch import Implementation, Problem
 from ..parallel import how_split, Leading, match_varying, opaque, Split
@@ -15,7 +15,6 @@ from . import reference
 from .cache.write import write, Writer
 from .spec import axes_of, LETTERS, PagedArrays, PagedSpec, PAGES, RESULTS, SHARED, WriteArrays
 
-Named = dict[str, Array]
 _NEW = "new_"
 
 

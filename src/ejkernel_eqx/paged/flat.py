@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from .._take import take_along
+from ..core import Named
 from .spec import axes_of, PagedArrays, PagedSpec, SHARED, STORED
 
 _LARGEST_PART = 256
-Named = dict[str, Array]
 F = TypeVar("F", bound="FlatCall")
 
 
@@ -122,7 +122,7 @@ def merged_rows(arrays: PagedArrays, spec: PagedSpec, *, in_parts: bool) -> tupl
     return PagedArrays.of(given), per_row if mapped else max(batch * per_row, 1)
 
 
-def _in_parts(given: dict[str, Array]) -> dict[str, Array]:
+def _in_parts(given: Named) -> Named:
     """Splits dense keys, one page per sequence, into smaller pages, and returns their table and pages. Kernels are compiled for a page size, so
     most numbers of keys share one kernel. The table is a constant, so the device computes nothing for it."""
     count, size = given["k"].shape[:2]

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ..core import Named
 from ..core.arguments import accumulator
 from .spec import PagedArrays, PagedSpec, unmapped
 
 
-def attend(arrays: PagedArrays, spec: PagedSpec) -> dict[str, Array]:
+def attend(arrays: PagedArrays, spec: PagedSpec) -> Named:
     """`out [*, T, H, V]` and `lse [*, T, H]`, in float64 if the queries are float64, otherwise in float32."""
     alone, call = unmapped(arrays, spec), lambda given: _row(PagedArrays.of(given), spec)
     for _ in arrays.q.shape[:-3]:
@@ -18,7 +19,7 @@ def attend(arrays: PagedArrays, spec: PagedSpec) -> dict[str, Array]:
     return call(arrays.given)
 
 
-def _row(arrays: PagedArrays, spec: PagedSpec) -> dict[str, Array]:
+def _row(arrays: PagedArrays, spec: PagedSpec) -> Named:
     """The computation without leading axes, by sequence and by key head."""
     dtype = accumulator(arrays.q.dtype)
     (tokens, heads, _), kv_heads = arrays.q.shape, arrays.k.shape[-2]

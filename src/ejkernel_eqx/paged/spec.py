@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from ..core import Named
 from ..core.letters import Letters
 
 
@@ -131,6 +132,6 @@ class WriteArrays(NamedTuple):
     scale per head [K], the given scales are kept, and numbers outside their range are clipped.
     """
 
-    pages: dict[str, Array]  # of PAGES and SCALES, as in PagedArrays
-    new: dict[str, Array]  # of PAGES: [*, T, K, D]
+    pages: Named  # of PAGES and SCALES, as in PagedArrays
+    new: Named  # of PAGES: [*, T, K, D]
     slots: Array  # int32 [*, T]

@@ -4,9 +4,9 @@ import functools
 from typing import Any
 
 import jax
-from jax import Array
 
 from .._tolerances import TOLERANCES
+from ..core import Named
 from ..core.workload import launches_of
 from ..dispatch import Cost, FORWARD, Implementation, Platform, Problem, Workload
 from . import reference
@@ -52,12 +52,12 @@ def costs(problem: Problem) -> dict[str, Cost]:
     return {FORWARD: Cost(flops, moved_bytes(problem, spec))}
 
 
-def _run(platform: Any, spec: Any, names: Any, arrays: Any, config: Any) -> dict[str, Array]:
+def _run(platform: Any, spec: Any, names: Any, arrays: Any, config: Any) -> Named:
     results = platform.forward(arrays, spec, config)
     return {name: results[name] for name in names}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _reference(attend: Any, spec: Any, names: Any, arrays: Any) -> dict[str, Array]:
+def _reference(attend: Any, spec: Any, names: Any, arrays: Any) -> Named:
     results = attend(arrays, spec)
     return {name: results[name] for name in names}

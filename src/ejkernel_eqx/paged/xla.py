@@ -12,38 +12,30 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ..core import Named
 from ..core.arguments import accumulator
+from ..core.platforms import supports_all
+from ..launch.fields import Checked, Count
 from ..parallel import Leading, match_varying, opaque, Split
 from .flat import flatten_rows, gather_chunks, split_pages
 from .spec import axes_of, PagedArrays, PagedSpec, PAGES, SHARED, STORED, unmapped
 
-Named = dict[str, Array]
 R = TypeVar("R")
 Carry = tuple[Array, Array, Array]
 """The state of an online softmax, `[n, K, G, Q]`: the largest score, the denominator, and the sum of values, which has a further axis."""
 
 
 @dataclasses.dataclass(frozen=True)
-class XlaConfig:
+class XlaConfig(Checked):
     """Queries per tile and keys per block. Sequences with up to `decode_queries` queries are computed together."""
 
-    block_q: int = 128
-    block_k: int = 128
-    decode_queries: int = 4
-
-    def __post_init__(self):
-        for name in ("block_q", "block_k", "decode_queries"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"XlaConfig.{name}: expected a positive int, received {value!r}.")
+    block_q: Count = 128
+    block_k: Count = 128
+    decode_queries: Count = 4
 
 
 config_type = XlaConfig
-
-
-def unsupported(problem: Any, device: Any) -> str | None:
-    """The reason why this platform cannot serve a problem: none, it serves all."""
-    return None
+unsupported = supports_all
 
 
 def default_config(problem: Any, device: Any) -> XlaConfig:

@@ -22,7 +22,7 @@ from .gates import check_gate, l2norm, LOG, log_decay, write_strength
 from .operation import Recurrence
 from .spec import KEY
 
-G = TypeVar("G", bound="GatedDelta")
+G = TypeVar("G", bound="GatedOptions")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,11 +104,8 @@ def with_decays(
     return decayed(*gate_operands(frame, options, inputs, channels))
 
 
-class GatedDelta(Recurrence):
-    """A gated delta rule: everything that [`ejkernel_eqx.KernelDeltaAttention`][] and [`ejkernel_eqx.GatedDeltaRule`][] share."""
-
-    decay: ClassVar[str]
-    """`KEY`: one decay per key channel; `SCALAR`: one per head."""
+class GatedOptions(Recurrence):
+    """The options of delta rules that may have a gate."""
 
     scale: float | None = eqx.field(static=True)
     options: DeltaOptions = eqx.field(static=True)
@@ -138,7 +135,8 @@ class GatedDelta(Recurrence):
         - `beta_sigmoid`: `beta` is raw, and its sigmoid is used.
         - `allow_neg_eigval`: double `beta`, after the sigmoid.
         - `reverse`, `sequence_axis`, `state_dtype`, `platform`, `config`: as in [`ejkernel_eqx.GatedLinearAttention`][].
-        - `tune_for`: `(q, k, v, g, beta)` or [`ejkernel_eqx.inputs`][]`(q, k, v, g, beta, A_log=...)`: fix the choice for these inputs now.
+        - `tune_for`: `(q, k, v, g, beta)` or [`ejkernel_eqx.inputs`][]`(q, k, v, g, beta, A_log=...)`, for `DeltaProduct` `(q, k, v, beta)` or
+            `inputs(q, k, v, beta, g=...)`: fix the choice for these inputs now.
         """
         self.scale = check_scale(scale)
         self.options = DeltaOptions(use_qk_l2norm, beta_sigmoid, allow_neg_eigval, gate, lower_bound).check()
@@ -147,6 +145,13 @@ class GatedDelta(Recurrence):
     def of_normalised(self: G) -> G:
         """This operation for queries and keys that are normalised already."""
         return replaced(self, options=dataclasses.replace(self.options, use_qk_l2norm=False))
+
+
+class GatedDelta(GatedOptions):
+    """A gated delta rule: everything that [`ejkernel_eqx.KernelDeltaAttention`][] and [`ejkernel_eqx.GatedDeltaRule`][] share."""
+
+    decay: ClassVar[str]
+    """`KEY`: one decay per key channel; `SCALAR`: one per head."""
 
     @over_sequence_axis()
     def __call__(

@@ -1,26 +1,21 @@
 """`DeltaProduct`: a delta rule with several writes per token, on the kernels for one."""
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.typing import DTypeLike
 
-from .._kernel import replaced
 from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.split_tokens import over_sequence_axis
-from ..dispatch import PlatformLike
-from .arguments import check_scale, Frame, Operands, step_frame_of
-from .delta import DeltaOptions, GateInputs, transformed, with_decays
+from .arguments import Frame, Operands, step_frame_of
+from .delta import GatedOptions, GateInputs, transformed, with_decays
 from .gates import LOG
-from .operation import Recurrence
 from .spec import SCALAR
 
 
-class DeltaProduct(Recurrence):
+class DeltaProduct(GatedOptions):
     r"""DeltaProduct: a delta rule that writes $M$ times per token. Its transition is a product of $M$ generalised Householder matrices.
 
     $$S_{t,0} = e^{g_t} S_{t-1}, \qquad
@@ -39,35 +34,7 @@ class DeltaProduct(Recurrence):
     """
 
     operation: ClassVar[str] = "delta_product"
-
-    scale: float | None = eqx.field(static=True)
-    options: DeltaOptions = eqx.field(static=True)
-
-    def __init__(
-        self,
-        scale: float | None = None,
-        *,
-        use_qk_l2norm: bool = False,
-        gate: Literal["log", "softplus", "bounded"] = "log",
-        lower_bound: float | None = None,
-        beta_sigmoid: bool = False,
-        allow_neg_eigval: bool = False,
-        reverse: bool = False,
-        sequence_axis: str | None = None,
-        state_dtype: DTypeLike | None = None,
-        platform: PlatformLike | None = None,
-        config: Any | None = None,
-        tune_for: Any | None = None,
-    ):
-        """**Arguments:** as for [`ejkernel_eqx.KernelDeltaAttention`][]; `tune_for` takes `(q, k, v, beta)` or
-        [`ejkernel_eqx.inputs`][]`(q, k, v, beta, g=...)`."""
-        self.scale = check_scale(scale)
-        self.options = DeltaOptions(use_qk_l2norm, beta_sigmoid, allow_neg_eigval, gate, lower_bound).check()
-        self._complete(reverse, sequence_axis, state_dtype, platform, config, tune_for)
-
-    def of_normalised(self) -> "DeltaProduct":
-        """This operation for queries and keys that are normalised already."""
-        return replaced(self, options=dataclasses.replace(self.options, use_qk_l2norm=False))
+    __init__ = GatedOptions.__init__
 
     @jax.named_scope("ejkernel_eqx.DeltaProduct")
     @over_sequence_axis()

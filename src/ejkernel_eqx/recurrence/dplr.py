@@ -3,7 +3,6 @@
 import math
 from typing import Any, ClassVar
 
-import equinox as eqx
 import jax
 from jax import Array
 from jax.typing import DTypeLike
@@ -12,15 +11,15 @@ from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.arguments import wide
 from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
-from .arguments import check_scale, Frame, log_decays, Operands, step_frame_of
-from .operation import Recurrence
+from .arguments import Frame, log_decays, Operands, step_frame_of
+from .operation import Recurrence, ScaledRecurrence
 from .spec import KEY
 
 BOUND = -math.exp(-0.5)
 """The strongest log-decay of RWKV-7."""
 
 
-class DPLRDeltaRule(Recurrence):
+class DPLRDeltaRule(ScaledRecurrence):
     r"""The generalised delta rule with a diagonal plus low-rank transition (DPLR): of rank one, with a decay for every key channel.
 
     $$S_t = \mathrm{diag}(e^{g_t})\, S_{t-1} + b_t (a_t^\top S_{t-1}) + k_t v_t^\top, \qquad o_t = \mathrm{scale}\; S_t^\top q_t$$
@@ -41,23 +40,7 @@ class DPLRDeltaRule(Recurrence):
     """
 
     operation: ClassVar[str] = "dplr_delta_rule"
-
-    scale: float | None = eqx.field(static=True)
-
-    def __init__(
-        self,
-        scale: float | None = None,
-        *,
-        reverse: bool = False,
-        sequence_axis: str | None = None,
-        state_dtype: DTypeLike | None = None,
-        platform: PlatformLike | None = None,
-        config: Any | None = None,
-        tune_for: Any | None = None,
-    ):
-        """**Arguments:** as for [`ejkernel_eqx.GatedLinearAttention`][]; `tune_for` takes `(q, k, v, a, b, g)`."""
-        self.scale = check_scale(scale)
-        self._complete(reverse, sequence_axis, state_dtype, platform, config, tune_for)
+    __init__ = ScaledRecurrence.__init__
 
     @jax.named_scope("ejkernel_eqx.DPLRDeltaRule")
     @over_sequence_axis()

@@ -3,24 +3,21 @@
 import dataclasses
 from typing import Any, ClassVar
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.typing import DTypeLike
 
 from .._broadcast import like
 from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.arguments import fitting, wide
 from ..core.split_tokens import over_sequence_axis
-from ..dispatch import PlatformLike
-from .arguments import check_heads, check_scale, Frame, log_decays, Operands, step_frame_of
+from .arguments import check_heads, Frame, log_decays, Operands, step_frame_of
 from .heads import repeat_heads
-from .operation import Recurrence
+from .operation import ScaledRecurrence
 from .spec import KEY
 
 
-class GatedLinearAttention(Recurrence):
+class GatedLinearAttention(ScaledRecurrence):
     r"""Gated linear attention (GLA), in time and memory linear in the sequence length.
 
     $$S_t = \mathrm{diag}(e^{g_t})\, S_{t-1} + k_t v_t^\top, \qquad o_t = \mathrm{scale}\; S_t^\top q_t$$
@@ -45,35 +42,7 @@ class GatedLinearAttention(Recurrence):
     """
 
     operation: ClassVar[str] = "gated_linear_attention"
-
-    scale: float | None = eqx.field(static=True)
-
-    def __init__(
-        self,
-        scale: float | None = None,
-        *,
-        reverse: bool = False,
-        sequence_axis: str | None = None,
-        state_dtype: DTypeLike | None = None,
-        platform: PlatformLike | None = None,
-        config: Any | None = None,
-        tune_for: Any | None = None,
-    ):
-        """**Arguments:**
-
-        - `scale`: scale of the outputs; default `D**-0.5`.
-        - `reverse`: run from the last token to the first (of each sequence); the final state is then the one after token 0.
-        - `sequence_axis`: a mesh axis that the tokens are split over, in order: devices run their own and pass the states on. Inside `jax.shard_map`
-            a call has one device's tokens. Elsewhere it has all, split as their types say on an explicit mesh; on an automatic one the
-            compiler decides, and the backward computes the forward again. The final state is that after the tokens of all devices. Without
-            effect with `cu_seqlens` or `state_indices`, and where the mesh lacks the axis or does not divide the tokens.
-        - `state_dtype`: storage dtype of the states, float32 (default) or bfloat16; accumulation is in float32 (float64 for float64).
-        - `platform`: use this platform or raise; `None` chooses by device and call.
-        - `config`: use this kernel configuration, which implies its platform.
-        - `tune_for`: `(q, k, v, g)` or [`ejkernel_eqx.inputs`][]`(...)`, arrays or `jax.ShapeDtypeStruct`s: fix the choice for these inputs now.
-        """
-        self.scale = check_scale(scale)
-        self._complete(reverse, sequence_axis, state_dtype, platform, config, tune_for)
+    __init__ = ScaledRecurrence.__init__
 
     @jax.named_scope("ejkernel_eqx.GatedLinearAttention")
     @over_sequence_axis()

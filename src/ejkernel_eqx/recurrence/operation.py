@@ -6,6 +6,7 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from .._kernel import Kernel, Plan
 from .._operations import RECURRENCE
@@ -13,9 +14,9 @@ from ..core.along import check_sequence_axis
 from ..core.arguments import check_state_dtype
 from ..core.frame import Frame, frame_of
 from ..core.plans import plan_of as plan_of
-from ..dispatch import implementations_of, kernel_registry
+from ..dispatch import implementations_of, kernel_registry, PlatformLike
 from .along import recur_along
-from .arguments import build, build_step, Operands
+from .arguments import build, build_step, check_scale, Operands
 from .core import RECUR, STEP
 from .spec import heads_of, RecurrenceSpec
 
@@ -99,6 +100,40 @@ class Recurrence(Kernel):
         if frame.length is None:
             return run_step(self.plan, frame, operands, state, epilogue)
         return run(self.plan, frame, operands, state, self.state_dtype, epilogue)
+
+
+class ScaledRecurrence(Recurrence):
+    """The options of operations that have a scale besides."""
+
+    scale: float | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        scale: float | None = None,
+        *,
+        reverse: bool = False,
+        sequence_axis: str | None = None,
+        state_dtype: DTypeLike | None = None,
+        platform: PlatformLike | None = None,
+        config: Any | None = None,
+        tune_for: Any | None = None,
+    ):
+        """**Arguments:**
+
+        - `scale`: scale of the outputs; default `D**-0.5`.
+        - `reverse`: run from the last token to the first (of each sequence); the final state is then the one after token 0.
+        - `sequence_axis`: a mesh axis that the tokens are split over, in order: devices run their own and pass the states on. Inside `jax.shard_map`
+            a call has one device's tokens. Elsewhere it has all, split as their types say on an explicit mesh; on an automatic one the
+            compiler decides, and the backward computes the forward again. The final state is that after the tokens of all devices. Without
+            effect with `cu_seqlens` or `state_indices`, and where the mesh lacks the axis or does not divide the tokens.
+        - `state_dtype`: storage dtype of the states, float32 (default) or bfloat16; accumulation is in float32 (float64 for float64).
+        - `platform`: use this platform or raise; `None` chooses by device and call.
+        - `config`: use this kernel configuration, which implies its platform.
+        - `tune_for`: `(q, k, v, g)`, for `DPLRDeltaRule` `(q, k, v, a, b, g)`, or [`ejkernel_eqx.inputs`][]`(...)`, arrays or
+            `jax.ShapeDtypeStruct`s: fix the choice for these inputs now.
+        """
+        self.scale = check_scale(scale)
+        self._complete(reverse, sequence_axis, state_dtype, platform, config, tune_for)
 
 
 def _no_output(arrays: Any, spec: RecurrenceSpec) -> Array:

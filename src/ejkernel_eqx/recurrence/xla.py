@@ -15,6 +15,8 @@ from jax import Array, lax
 
 from .._shapes import is_symbolic
 from ..core.arguments import accumulator
+from ..core.platforms import supports_all
+from ..launch.fields import Checked, Power
 from ..parallel import match_varying
 from ..sequences.tokens import from_slots, over, to_slots
 from .before import moved, moved_back
@@ -29,24 +31,15 @@ _CHUNKS = (64, 32, 128, 16)
 
 
 @dataclasses.dataclass(frozen=True)
-class XlaConfig:
+class XlaConfig(Checked):
     """Tokens per chunk, a power of two; short sequences use a smaller one."""
 
-    chunk_size: int
-
-    def __post_init__(self):
-        size = self.chunk_size
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1 or size & (size - 1):
-            raise ValueError(f"XlaConfig.chunk_size: expected a power of two, received {size!r}.")
+    chunk_size: Power
 
 
 config_type = XlaConfig
+unsupported = supports_all
 _INVERSES = jax.checkpoint_policies.save_only_these_names(INVERSE)
-
-
-def unsupported(problem: Any, device: Any) -> str | None:
-    """The reason why this platform cannot serve the problem: never, it supports all."""
-    return None
 
 
 def default_config(problem: Any, device: Any) -> XlaConfig:

@@ -16,6 +16,8 @@ from jax import Array, lax
 from .._broadcast import like
 from .._shapes import least
 from ..core.arguments import accumulator
+from ..core.platforms import supports_all
+from ..launch.fields import Checked, Count
 from ..parallel import match_varying
 from . import reference
 from .chunks import chunk_table
@@ -23,22 +25,14 @@ from .spec import ScanArrays, ScanSpec, SHARED, StepArrays
 
 
 @dataclasses.dataclass(frozen=True)
-class XlaConfig:
+class XlaConfig(Checked):
     """The gradient keeps the state before every `chunk_size` tokens, and recomputes those of one chunk at a time."""
 
-    chunk_size: int = 32
-
-    def __post_init__(self):
-        if isinstance(self.chunk_size, bool) or not isinstance(self.chunk_size, int) or self.chunk_size < 1:
-            raise ValueError(f"XlaConfig.chunk_size: expected a positive int, received {self.chunk_size!r}.")
+    chunk_size: Count = 32
 
 
 config_type = XlaConfig
-
-
-def unsupported(problem: Any, device: Any) -> str | None:
-    """The reason why this platform cannot serve the problem: never, it supports all."""
-    return None
+unsupported = supports_all
 
 
 def default_config(problem: Any, device: Any) -> XlaConfig:

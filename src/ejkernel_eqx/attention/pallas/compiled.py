@@ -9,7 +9,7 @@ from jax import Array
 from ...core.platforms import InterpretedPallas
 from ...dispatch import DeviceFacts, FORWARD, Problem
 from ...launch.by_name import LOG2E
-from ...launch.fields import check_fields, Lanes
+from ...launch.fields import Checked, Lanes
 from ...launch.sizes import rows_of
 from ..cotangents import clean_cotangent, row_terms, sinks_gradient, sum_batch
 from ..masks.call_lists import without_lists
@@ -25,13 +25,11 @@ MAX_HEAD_DIM = 256
 
 
 @dataclasses.dataclass(frozen=True)
-class TileConfig:
+class TileConfig(Checked):
     """One kernel's tile of scores: `block_q` queries by `block_k` keys, multiples of 128."""
 
     block_q: Lanes
     block_k: Lanes
-
-    __post_init__ = check_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,34 +98,22 @@ def forward(
 
 
 def backward(
-    arrays: AttentionArrays,
-    spec: AttentionSpec,
-    config: PallasConfig,
-    out: Array,
-    lse: Array,
-    dout: Array,
-    dlse: Array,
+    arrays: AttentionArrays, spec: AttentionSpec, config: PallasConfig, *results: Array
 ) -> AttentionGrads:
-    """All gradients, from the results and their cotangents; bitwise repeatable, as every sum has one fixed order."""
-    return gradients(arrays, spec, config, out, lse, dout, dlse)[0]
+    """All gradients, from `out`, `lse` and their cotangents; bitwise repeatable, as every sum has one fixed order."""
+    return gradients(arrays, spec, config, *results)[0]
 
 
 def gradients(
     arrays: AttentionArrays,
     spec: AttentionSpec,
     config: PallasConfig,
-    out: Array,
-    lse: Array,
-    dout: Array,
-    dlse: Array,
-    *,
+    *results: Array,
     k_rope: Array | None = None,
 ) -> tuple[AttentionGrads, Array | None]:
     """Works as `backward`, and the gradient of `k_rope` (see `forward`), in float32."""
-    delta, empty = row_terms(arrays, out, lse, dout, dlse)
-    dbias = dsinks = None
-    if arrays.sinks is not None:
-        dsinks = sum_batch(sinks_gradient(arrays, lse, delta), arrays.sinks)
+    (_, lse, dout, _), (delta, empty) = results, row_terms(arrays, *results)
+    dbias, dsinks = None, sinks_gradient(arrays, lse, delta)
     if _is_empty(arrays):
         zeros = jax.tree.map(jnp.zeros_like, {name: getattr(arrays, name) for name in LEARNED})
         drope = None if k_rope is None else jnp.zeros(k_rope.shape, jnp.float32)

@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 
+from ...core import Named
 from ...parallel import explicit_mesh
 from ...parallel.layout import check_split, mesh_axes
 from ...parallel.mesh import inside_manual_mesh, spec_of
@@ -36,7 +37,7 @@ class Split:
         if self.method not in (None, "ring", "all_to_all"):
             raise ValueError(f"method: expected 'ring', 'all_to_all' or None, received {self.method!r}.")
 
-    def over(self, arrays: dict[str, Array]) -> int:
+    def over(self, arrays: Named) -> int:
         """By how much the tokens of these arrays are to be multiplied: the number of devices inside `shard_map`, where arrays are parts, else 1.
         Raises `ValueError` if a mesh cannot split them."""
         if not self.axis:
@@ -87,7 +88,7 @@ class Split:
         """The mesh that an array is on, as far as it is known; else `None`."""
         return jax.sharding.get_abstract_mesh() if inside_manual_mesh() else _any_mesh({"x": x})
 
-    def _check_types(self, arrays: dict[str, Array]) -> None:
+    def _check_types(self, arrays: Named) -> None:
         for name, x in arrays.items():
             *others, tokens, heads, dim = (mesh_axes(entry) if entry else set() for entry in spec_of(x))
             if tokens - {self.axis}:
@@ -100,7 +101,7 @@ class Split:
                 )
 
 
-def _any_mesh(arrays: dict[str, Array]) -> Any:
+def _any_mesh(arrays: Named) -> Any:
     """An automatic mesh, as far as it is known: that of the arrays' types or of the context, or of concrete arrays."""
     types = [getattr(jax.typeof(x), "sharding", None) for x in arrays.values()]
     placed = [getattr(x, "sharding", None) for x in arrays.values() if not isinstance(x, Tracer)]

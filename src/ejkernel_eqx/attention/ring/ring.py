@@ -7,19 +7,18 @@ import jax
 from jax import Array
 from jaxtyping import PRNGKeyArray
 
-from ..._kernel import Kernel, Plan, replaced
+from ..._kernel import replaced
 from ..._shapes import AnyArray, Bool, Float, Int, Numbers
-from ...core.plans import plan_of
 from ...dispatch import PlatformLike
-from ..arguments import MaskInputs, parse_window, ScoreInputs, ScoreOptions
-from ..masks.mask import Mask, Window
+from ..arguments import MaskInputs, ScoreInputs, ScoreOptions, Windowed
+from ..masks.mask import Mask
 from ..signature import AttentionInputs as Inputs
 from ..signature import K, Output, Q, V, WithLse
 from .arguments import resolve, Split
 from .core import ATTEND_RING
 
 
-class RingAttention(Kernel):
+class RingAttention(Windowed):
     r"""Exact attention over a sequence whose tokens are split over the devices of a mesh axis, in memory of one device's tokens.
 
     The mathematics, masks and gradients are those of [`ejkernel_eqx.FlashAttention`][], by positions in the whole
@@ -49,11 +48,6 @@ class RingAttention(Kernel):
     operation: ClassVar[str] = "ring_attention"
 
     split: Split = eqx.field(static=True)
-    causal: bool = eqx.field(static=True)
-    window: Window = eqx.field(static=True)
-    options: ScoreOptions = eqx.field(static=True)
-    plan: Plan = eqx.field(static=True)
-    inference: bool
 
     def __init__(
         self,
@@ -86,10 +80,7 @@ class RingAttention(Kernel):
         """
         self.split = Split(axis_name, order, method)
         self.options = ScoreOptions(logits_soft_cap, softmax_scale, dropout_rate, deterministic)
-        self.causal = causal
-        self.window = parse_window(sliding_window, causal)
-        self.inference = False
-        self.plan = plan_of(RingAttention, self, platform, config, tune_for)
+        self._complete(causal, sliding_window, platform, config, tune_for)
 
     def on_whole_rows(self) -> "RingAttention":
         """The same attention for calls whose tokens no axis splits, such as those of decoding."""

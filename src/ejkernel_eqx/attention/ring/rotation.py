@@ -14,7 +14,7 @@ from jax import Array, lax
 
 from ...core.arguments import accumulator
 from ...parallel import match_varying
-from ..cotangents import clean_cotangent, row_terms, sinks_gradient, sum_batch
+from ..cotangents import clean_cotangent, row_terms, sinks_gradient
 from ..masks.lower import window_ends
 from ..spec import AttentionArrays, AttentionGrads, AttentionSpec, RowRanges
 from .schedule import Piece, Run, runs, Sizes
@@ -224,9 +224,7 @@ def backward(
     Those of keys travel with them, in float32, one step behind."""
     ring, (out, lse, dout, dlse) = Ring(arrays, spec, backward=True), results
     delta, empty = row_terms(arrays, out, lse, dout, dlse)
-    dsinks = None
-    if arrays.sinks is not None:
-        dsinks = sum_batch(sinks_gradient(arrays, lse, delta), arrays.sinks)
+    dsinks = sinks_gradient(arrays, lse, delta)
     # Sinks are part of the log-sum-exp, and else concern no step; a query that sees nothing in any has no gradient.
     dout, lse = clean_cotangent(dout, empty), jnp.where(empty, -jnp.inf, lse)
     dlse = jnp.where(empty, 0, dlse)

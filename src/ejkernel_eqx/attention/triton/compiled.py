@@ -10,7 +10,7 @@ from jax import Array
 from ...core.platforms import Interpreted, kernels_unavailable
 from ...dispatch import DeviceFacts, FORWARD, Problem
 from ...launch import given, Launcher, LOG2E, NOTHING, result, result_like
-from ...launch.fields import Block, check_fields, Count, Float32Dot, Programs, Registers, RowBlock, Warps
+from ...launch.fields import Block, Checked, Count, Float32Dot, Programs, Registers, RowBlock, Warps
 from ...launch.sizes import cdiv, fitting, padded, rows_of, too_large
 from .. import log_forget, xla
 from ..core import problem_of
@@ -39,7 +39,7 @@ Sizes = Callable[[str, Problem, DeviceFacts], list[tuple[int, ...]]]
 
 
 @dataclasses.dataclass(frozen=True)
-class TileConfig:
+class TileConfig(Checked):
     """One kernel's tile of scores (`block_q` queries by `block_k` keys, powers of two from 16) and compiler options.
 
     `hopper_programs`: how many programs of Hopper's kernel go from tile to tile, usually one for each multiprocessor; 0 for Triton's kernel,
@@ -54,7 +54,7 @@ class TileConfig:
     hopper_programs: Programs = 0
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         if self.block_q & (self.block_q - 1) and not self.hopper_programs:
             raise ValueError(
                 f"TileConfig.block_q: expected a power of two without hopper_programs, received {self.block_q}."
@@ -62,7 +62,7 @@ class TileConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class TritonConfig:
+class TritonConfig(Checked):
     """`forward`, and the backward kernels of the key side (`dk`, `dv`) and the query side (`dq`, bias). At head dims above 256 `key_gradient` has the
     tile of XLA's backward, which computes everything."""
 
@@ -73,8 +73,6 @@ class TritonConfig:
     fast_tanh: bool = True
     """Soft caps of 16-bit inputs use NVIDIA's `tanh.approx` (error 5e-4 of the cap)."""
     float32_dot: Float32Dot = "tf32x3"
-
-    __post_init__ = check_fields
 
 
 config_type = TritonConfig
@@ -263,37 +261,27 @@ def forward(
 
 
 def backward(
-    arrays: AttentionArrays,
-    spec: AttentionSpec,
-    config: TritonConfig,
-    out: Array,
-    lse: Array,
-    dout: Array,
-    dlse: Array,
+    arrays: AttentionArrays, spec: AttentionSpec, config: TritonConfig, *results: Array
 ) -> AttentionGrads:
-    """All gradients, from the results and their cotangents; bitwise repeatable, as every sum has one fixed order."""
-    return gradients(arrays, spec, config, out, lse, dout, dlse)[0]
+    """All gradients, from `out`, `lse` and their cotangents; bitwise repeatable, as every sum has one fixed order."""
+    return gradients(arrays, spec, config, *results)[0]
 
 
 def gradients(
     arrays: AttentionArrays,
     spec: AttentionSpec,
     config: TritonConfig,
-    out: Array,
-    lse: Array,
-    dout: Array,
-    dlse: Array,
-    *,
+    *results: Array,
     k_rope: Array | None = None,
 ) -> tuple[AttentionGrads, Array | None]:
     """Works as `backward`, and the gradient of `k_rope` (see `forward`), in float32."""
     if max(arrays.q.shape[-1], arrays.v.shape[-1]) > MAX_HEAD_DIM:
         tile = xla.XlaTile(config.key_gradient.block_q, config.key_gradient.block_k)
-        return xla.backward(arrays, spec, xla.XlaConfig(tile, tile), out, lse, dout, dlse), None
+        return xla.backward(arrays, spec, xla.XlaConfig(tile, tile), *results), None
     for kernel in ("key_gradient", "query_gradient"):
         _check_tile(kernel, config, arrays, spec, k_rope)
     arrays, spec = explicit_ranges(arrays, spec)
-    delta, empty = row_terms(arrays, out, lse, dout, dlse)
+    (_, lse, dout, dlse), (delta, empty) = results, row_terms(arrays, *results)
     if arrays.bias is not None:
         # A bias of minus infinity also hides entries, though the kernels see no mask.
         dout = clean_cotangent(dout, empty)
@@ -330,9 +318,7 @@ def gradients(
             arrays, spec = without_lists(arrays, spec)
             launch = launcher(arrays, spec, config, k_rope).knowing(row_inputs)
         dbias = _bias_gradient(launch, bias, arrays, config.query_gradient)
-    dsinks = None
-    if arrays.sinks is not None:
-        dsinks = sum_batch(sinks_gradient(arrays, lse, delta), arrays.sinks)
+    dsinks = sinks_gradient(arrays, lse, delta)
     return AttentionGrads(dq, dk, dv, dbias, dslopes, dsinks, dgates), None if k_rope is None else dmore
 
 

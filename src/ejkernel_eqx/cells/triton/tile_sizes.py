@@ -9,13 +9,13 @@ import dataclasses
 from typing import Annotated
 
 from ...dispatch import DeviceFacts, Problem
-from ...launch.fields import Block, check_fields, Count, Float32Dot, one_of, Warps, whole
+from ...launch.fields import Block, Checked, Count, Float32Dot, one_of, Warps, whole
 from ...launch.sizes import cdiv, fitting, numbers_of, padded, rows_of, too_large
 from ..spec import GATES
 
 
 @dataclasses.dataclass(frozen=True)
-class CellTile:
+class CellTile(Checked):
     """A program's tile: `block_m` rows by `block_n` hidden features (of every gate), in products over `block_k` features at a time."""
 
     block_m: Block
@@ -27,11 +27,9 @@ class CellTile:
     """`"whole"`: one launch, whose programs process all features of their rows over all steps. The others have a program for every tile:
     `"per_step"` in a launch for each step, `"persistent"` in one launch, with the weight on the chip and a barrier between steps."""
 
-    __post_init__ = check_fields
-
 
 @dataclasses.dataclass(frozen=True)
-class TritonConfig:
+class TritonConfig(Checked):
     forward: CellTile
     backward: CellTile
     float32_dot: Float32Dot = "tf32x3"
@@ -40,8 +38,6 @@ class TritonConfig:
     concurrent_programs: Annotated[int, whole(0)] = 0
     """The number of programs that are certain to run at the same time: at most the device's multiprocessors. A launch of the persistent form with
     more of them, which must not wait for each other, becomes a launch for each step."""
-
-    __post_init__ = check_fields
 
 
 KERNELS = ("forward", "backward")

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..._take import take_along
+from ...core import Named
 from ...core.platforms import Interpreted, kernels_unavailable
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from ...launch import given, Launcher, result, result_like
-from ...launch.fields import check_fields, Power, Warps
+from ...launch.fields import Checked, Power, Warps
 from ...launch.sizes import cdiv, padded
 from ..spec import as_called, ConvArrays, ConvSpec, merged, merged_results
 from ..xla import entering, final_state, take_rows, valid
@@ -23,7 +24,7 @@ MAX_WIDTH = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class ConvTile:
+class ConvTile(Checked):
     """A program's tile: `lanes` runs of `steps` tokens, `unroll` of which are loaded together, by `block_c` channels; all powers of two."""
 
     steps: Power
@@ -33,7 +34,7 @@ class ConvTile:
     num_warps: Warps
 
     def __post_init__(self):
-        check_fields(self)
+        super().__post_init__()
         if self.unroll > self.steps:
             raise ValueError(f"ConvTile: expected unroll <= steps, received {self.unroll} > {self.steps}.")
 
@@ -92,9 +93,7 @@ def _fitted(tile: ConvTile, problem: Problem, device: DeviceFacts) -> ConvTile:
     return dataclasses.replace(tile, steps=steps)
 
 
-def forward(
-    arrays: ConvArrays, spec: ConvSpec, config: TritonConfig, *, save: bool = True
-) -> dict[str, Array]:
+def forward(arrays: ConvArrays, spec: ConvSpec, config: TritonConfig, *, save: bool = True) -> Named:
     """The results; nothing is saved."""
     arrays, tile = merged(arrays, spec), _with_heads(config.forward, spec)
     launch, programs = _launcher(_alike(arrays), spec, tile, config.fast_sigmoid)
@@ -103,12 +102,8 @@ def forward(
 
 
 def backward(
-    arrays: ConvArrays,
-    spec: ConvSpec,
-    config: TritonConfig,
-    saved: dict[str, Array],
-    cotangents: dict[str, Array],
-) -> dict[str, Array]:
+    arrays: ConvArrays, spec: ConvSpec, config: TritonConfig, saved: Named, cotangents: Named
+) -> Named:
     """All gradients; those of weight and bias are per batch row and summed in a fixed order."""
     arrays, tile = _alike(merged(arrays, spec)), _with_heads(config.backward, spec)
     cotangents = merged_results(cotangents, spec)

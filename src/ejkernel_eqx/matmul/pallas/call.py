@@ -11,6 +11,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ...core import Named
 from ...launch.pallas import run, TpuLaunch
 from ...launch.sizes import cdiv, padded
 from ..spec import GroupedSpec
@@ -44,7 +45,7 @@ class Products:
     - `outputs`: the dtypes of the results by the names of `OUTPUTS`.
     """
 
-    operands: dict[str, Array]
+    operands: Named
     columns: int
     outputs: dict[str, Any]
     spec: GroupedSpec
@@ -52,7 +53,7 @@ class Products:
     operand: str = ""
 
 
-def products(label: str, work: Products, groups: Groups, tile: TpuTile) -> dict[str, Array]:
+def products(label: str, work: Products, groups: Groups, tile: TpuTile) -> Named:
     """The results `[B M, N]` by name."""
     operands = {name: work.operands[name] for name in INPUTS if name in work.operands}
     total, inner = operands["x"].shape
@@ -153,7 +154,7 @@ def _within(tile: TpuTile, rows: int, columns: int, inner: int) -> tuple[int, in
     return min(block, rows), min(tile.block_n, columns), min(tile.block_k, inner)
 
 
-def _is_gated(operands: dict[str, Array]) -> bool:
+def _is_gated(operands: Named) -> bool:
     """Returns whether a step has two products that are kept apart."""
     return "u" in operands and "y" not in operands
 

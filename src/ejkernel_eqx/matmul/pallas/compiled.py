@@ -5,9 +5,10 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array
 
+from ...core import Named
 from ...core.platforms import InterpretedPallas
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
-from ...launch.fields import check_fields
+from ...launch.fields import Checked
 from ...launch.sizes import rows_of, too_large_for_vmem
 from ..epilogue import before_activation, finished
 from ..spec import alike, columns, GroupedArrays, GroupedSpec, HALVES, INTERLEAVED, PAIR
@@ -26,14 +27,12 @@ MAX_GROUPS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
-class PallasConfig:
+class PallasConfig(Checked):
     """Tiles of the result, of the gradient of the left side, and of that of right sides, whose `block_m` are rows of one turn."""
 
     forward: TpuTile
     lhs: TpuTile
     rhs: TpuTile
-
-    __post_init__ = check_fields
 
 
 config_type = PallasConfig
@@ -72,13 +71,7 @@ def config_unsupported(config: PallasConfig, problem: Problem, device: DeviceFac
     return None
 
 
-def forward(
-    arrays: GroupedArrays,
-    spec: GroupedSpec,
-    config: PallasConfig,
-    *,
-    save: bool = True,
-) -> dict[str, Array]:
+def forward(arrays: GroupedArrays, spec: GroupedSpec, config: PallasConfig, *, save: bool = True) -> Named:
     """The result and, for an activation, the products before it in the dtype of the left side."""
     arrays = alike(arrays)
     batch, rows = arrays.lhs.shape[0], arrays.num_rows
@@ -108,12 +101,8 @@ def forward(
 
 
 def backward(
-    arrays: GroupedArrays,
-    spec: GroupedSpec,
-    config: PallasConfig,
-    saved: dict[str, Array],
-    cotangents: dict[str, Array],
-) -> dict[str, Array]:
+    arrays: GroupedArrays, spec: GroupedSpec, config: PallasConfig, saved: Named, cotangents: Named
+) -> Named:
     """All gradients; those of right sides and biases are summed over all rows, in their order."""
     arrays = alike(arrays)
     dz, du = before_activation(cotangents["out"], saved, spec, arrays.lhs.dtype)
@@ -143,12 +132,8 @@ def _left_gradient(
 
 
 def _right_gradients(
-    arrays: GroupedArrays,
-    spec: GroupedSpec,
-    tile: TpuTile,
-    dz: Array,
-    names: tuple[str, str],
-) -> dict[str, Array]:
+    arrays: GroupedArrays, spec: GroupedSpec, tile: TpuTile, dz: Array, names: tuple[str, str]
+) -> Named:
     """The gradients of a right side and its bias, of those that the call has."""
     right, bias = (getattr(arrays, name) for name in names)
     groups, operand, dz = _groups(arrays), arrays.lhs.dtype.name, _flat(dz)
@@ -181,9 +166,7 @@ def _flat(x: Array) -> Array:
     return x.reshape(-1, x.shape[-1])
 
 
-def _side(
-    arrays: GroupedArrays, name: str, fields: tuple[str, str, str], prefix: str = ""
-) -> dict[str, Array]:
+def _side(arrays: GroupedArrays, name: str, fields: tuple[str, str, str], prefix: str = "") -> Named:
     """A right side, its scales and its bias, by the kernel's names, for all matrices `[G, ...]`."""
     matrix, scale, bias = (getattr(arrays, field) if field else None for field in fields)
     assert matrix is not None

@@ -5,7 +5,7 @@ import itertools
 from typing import Annotated, NamedTuple
 
 from ...dispatch import DeviceFacts, Problem
-from ...launch.fields import check_fields, power_of_two
+from ...launch.fields import Checked, power_of_two
 from ...launch.sizes import cdiv, padded
 from ..spec import HALVES, INTERLEAVED, PAIR
 from .products_kernel import CHUNK
@@ -17,15 +17,13 @@ _LEAST_VMEM = 16 * 2**20  # bytes, of a device that does not report its size
 
 
 @dataclasses.dataclass(frozen=True)
-class TpuTile:
+class TpuTile(Checked):
     """A tile: `block_m` rows by `block_n` columns, `block_k` of the contracted axis at a time. Of gradients of right sides: `block_k` by
     `block_n` columns, `block_m` rows at a time. Sides longer than an axis are as long as it."""
 
     block_m: Rows
     block_n: Lanes
     block_k: Lanes
-
-    __post_init__ = check_fields
 
 
 SMALLEST = TpuTile(16, 128, 128)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..._take import take_along
+from ...core import Named
 from ...launch import NOTHING, Options, result, result_like
 from ...launch.sizes import cdiv, padded
 from ..epilogue import before_activation
@@ -22,12 +23,8 @@ _COLLECTED = 1024  # columns of the left side whose gradient a program adds up
 
 
 def backward(
-    arrays: GroupedArrays,
-    spec: GroupedSpec,
-    config: TritonConfig,
-    saved: dict[str, Array],
-    cotangents: dict[str, Array],
-) -> dict[str, Array]:
+    arrays: GroupedArrays, spec: GroupedSpec, config: TritonConfig, saved: Named, cotangents: Named
+) -> Named:
     """All gradients; those of right sides and biases are summed over all rows by one program."""
     arrays = alike(arrays)
     check(("lhs", "rhs"), config, arrays, spec)
@@ -102,16 +99,12 @@ def _taken_by(arrays: GroupedArrays, length: int) -> tuple[Array, Array]:
 
 
 def _right_gradients(
-    arrays: GroupedArrays,
-    spec: GroupedSpec,
-    config: TritonConfig,
-    dz: Array,
-    names: tuple[str, str],
-) -> dict[str, Array]:
+    arrays: GroupedArrays, spec: GroupedSpec, config: TritonConfig, dz: Array, names: tuple[str, str]
+) -> Named:
     """The gradients of a right side and its bias, of those that the call has."""
     right, bias = (getattr(arrays, name) for name in names)
     tile, launch = config.rhs, launcher(arrays, config)
-    grads: dict[str, Array] = {}
+    grads: Named = {}
     if tile.hopper_programs:
         if right is not None:
             grads = {names[0]: right_gradient(launch, tile, arrays, dz, right, spec.transpose_rhs)}

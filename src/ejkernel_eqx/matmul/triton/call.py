@@ -7,7 +7,7 @@ import jax
 from jax import Array
 
 from ...launch import Launcher
-from ...launch.fields import check_fields, Float32Dot
+from ...launch.fields import Checked, Float32Dot
 from ...launch.sizes import cdiv, padded
 from ...quantised.format import BITS, QuantFormat, SCALES
 from ..spec import GroupedArrays, GroupedSpec
@@ -25,7 +25,7 @@ _PLAIN |= {"KIND": 0, "ACTIVATION": 0, "ALPHA": 1.0, "LIMIT": 0.0, "UP_SHIFT": 0
 
 
 @dataclasses.dataclass(frozen=True)
-class TritonConfig:
+class TritonConfig(Checked):
     """Tiles of the result, of the gradient of the left side, and of that of right sides, whose `block_m` are rows of one turn; and for each of
     them which kernel."""
 
@@ -35,8 +35,6 @@ class TritonConfig:
     float32_dot: Float32Dot = "tf32x3"
     fast_sigmoid: bool = True
     """Whether the activation uses NVIDIA's approximate instructions (error 2e-7)."""
-
-    __post_init__ = check_fields
 
 
 def grouped(

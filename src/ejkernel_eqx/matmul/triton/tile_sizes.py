@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from ...dispatch import DeviceFacts, Problem
-from ...launch.fields import Block, check_fields, Count, Power, Programs, Warps
+from ...launch.fields import Block, Checked, Count, Power, Programs, Warps
 from ...launch.sizes import cdiv, padded, shared_memory_of
 from ...quantised.format import BITS, form_of
 from ..spec import HALVES, INTERLEAVED, PAIR
@@ -15,7 +15,7 @@ _ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2} | dict.fromkeys(BITS, 1)
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupedTile:
+class GroupedTile(Checked):
     """A tile: `block_m` rows by `block_n` columns, `block_k` of the contracted axis at a time, and `swizzle` rows of tiles that share
     columns in the cache. Of gradients of right sides: `block_k` by `block_n` columns, `block_m` rows at a time; Triton's kernel has no `swizzle`.
 
@@ -33,8 +33,6 @@ class GroupedTile:
     swizzle: Count = 8
     hopper_programs: Programs = 0
     alternating: bool = False
-
-    __post_init__ = check_fields
 
 
 SMALLEST = GroupedTile(16, 16, 16, 4, 2, 8)

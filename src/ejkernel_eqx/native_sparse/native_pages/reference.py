@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ...core import Named
 from ...core.arguments import accumulator
 from ...paged.tokens import alone
 from .. import reference as dense
@@ -11,7 +12,7 @@ from ..spec import NativeArrays
 from .spec import PagedNativeArrays, PagedNativeSpec, unmapped
 
 
-def attend(arrays: PagedNativeArrays, spec: PagedNativeSpec) -> dict[str, Array]:
+def attend(arrays: PagedNativeArrays, spec: PagedNativeSpec) -> Named:
     """`out [*, T, H, V]`, in float64 if the queries are float64, otherwise in float32, and the chosen blocks `indices [*, T, K, n]`."""
     shared, call = unmapped(arrays), lambda given: _row(PagedNativeArrays(**given), spec)
     for _ in arrays.q.shape[:-3]:
@@ -19,14 +20,14 @@ def attend(arrays: PagedNativeArrays, spec: PagedNativeSpec) -> dict[str, Array]
     return call(arrays.given)
 
 
-def _row(arrays: PagedNativeArrays, spec: PagedNativeSpec) -> dict[str, Array]:
+def _row(arrays: PagedNativeArrays, spec: PagedNativeSpec) -> Named:
     dtype, (tokens, heads, _) = accumulator(arrays.q.dtype), arrays.q.shape
     each, first = alone(arrays.main, spec.max_query_len), spec.first_slot
     if 0 in (tokens, each.page_table.shape[-1]):
         nothing = jnp.full((tokens, arrays.k.shape[2], spec.sparse.count), -1, jnp.int32)
         return {"out": jnp.zeros((tokens, heads, arrays.v.shape[-1]), dtype), "indices": nothing}
 
-    def one(token: dict[str, Array]) -> dict[str, Array]:
+    def one(token: Named) -> Named:
         table, place = token["table"], token["length"] - 1
         there = (table >= 0) & (table < arrays.k.shape[0])
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ..._broadcast import like
+from ...core import Named
 from ...paged import xla as pages
 from ...paged.xla import Call, Queries, Span, XlaConfig
 from ...parallel import Leading, match_varying
@@ -15,7 +16,6 @@ from ..selection import best_blocks
 from ..spec import BRANCHES, NativeSpec
 from .spec import LETTERS, most_blocks, PagedNativeArrays, PagedNativeSpec, SHARED, unmapped
 
-Named = dict[str, Array]
 config_type = XlaConfig
 unsupported = pages.unsupported
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ...core import Named
 from ...launch import Launcher, NOTHING, Options, result
 from ...launch.sizes import cdiv, padded
 from ..branches import SOFTMAX
@@ -17,7 +18,6 @@ from ..spec import NativeArrays, NativeSpec, num_blocks
 from . import block_kernels
 from .tiles import ForwardTile
 
-Named = dict[str, Array]
 _BYTES = 2**31  # of results of single blocks at a time
 
 

@@ -11,6 +11,7 @@ from ...attention.cotangents import row_terms
 from ...attention.spec import AttentionArrays
 from ...attention.triton import compiled as attention
 from ...attention.triton import tile_sizes
+from ...core import Named
 from ...core.platforms import Interpreted, kernels_unavailable
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from ...launch import (
@@ -160,16 +161,14 @@ def span_for(programs: int, count: int, device: DeviceFacts) -> int:
     return max(1, count >> max(0, idle.bit_length() - 1))
 
 
-def forward(
-    arrays: NativeArrays, spec: NativeSpec, config: TritonConfig, *, save: bool = True
-) -> dict[str, Array]:
+def forward(arrays: NativeArrays, spec: NativeSpec, config: TritonConfig, *, save: bool = True) -> Named:
     """The output, the blocks that were chosen, and what the backward needs."""
     if arrays.begin is None and arrays.q.shape[1] <= steps.MOST_QUERIES:
         own = config.few
         few_tiles = own.compressed, own.sliding, config.float32_dot
         tiles = few.Tiles(own.step, config.forward, config.selection, *few_tiles)
         return few.attend(steps.of_rows(arrays, spec), spec, tiles, arrays.q.shape[:2], save)
-    found: dict[str, Array] = {}
+    found: Named = {}
     for name, branch in branches.SOFTMAX.items():
         results = attention.forward(*branch(arrays, spec), getattr(config, name))
         found[f"{name}_out"], found[f"{name}_lse"] = results
@@ -193,12 +192,8 @@ def forward(
 
 
 def backward(
-    arrays: NativeArrays,
-    spec: NativeSpec,
-    config: TritonConfig,
-    saved: dict[str, Array],
-    cotangents: dict[str, Array],
-) -> dict[str, Array]:
+    arrays: NativeArrays, spec: NativeSpec, config: TritonConfig, saved: Named, cotangents: Named
+) -> Named:
     """The gradients of all float arrays; bitwise repeatable, as every sum has one fixed order."""
     results, dgates = branches.split(arrays.gates, saved, cotangents["out"].astype(arrays.q.dtype))
     whole = {}

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ...core import Named
 from ...dispatch import Problem
 from ...launch import Launcher, LOG2E
 from ...launch.sizes import padded
@@ -25,8 +26,6 @@ from .by_blocks import by_queries
 from .choice import chosen_by
 from .steps import Step
 from .tiles import StepTile
-
-Named = dict[str, Array]
 
 
 class Tiles(NamedTuple):

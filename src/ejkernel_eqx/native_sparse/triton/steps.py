@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ...core import Named
 from ...dispatch import DeviceFacts
 from ...launch import Launcher, NOTHING, Options, result
 from ...launch.sizes import cdiv, padded
@@ -171,7 +172,7 @@ def _in_pages(x: Array) -> tuple[Array, Array]:
     return x.reshape(-1, part, *x.shape[2:]), jnp.asarray(table)
 
 
-def attend(step: Step, spec: NativeSpec, tile: StepTile, float32_dot: str) -> dict[str, Array]:
+def attend(step: Step, spec: NativeSpec, tile: StepTile, float32_dot: str) -> Named:
     """`out [T, H, V]` and the blocks `indices [T, K, n]`."""
     blocks, block_k = padded(step.blocks, _GROUPS), min(tile.block_k, padded(spec.block))
     alone = tile.split_k == 1
@@ -184,14 +185,14 @@ def attend(step: Step, spec: NativeSpec, tile: StepTile, float32_dot: str) -> di
     return {"out": found["out"], "indices": found["indices"] if step.indices is None else step.indices}
 
 
-def _in_one(launch: Launcher, step: Step, spec: NativeSpec, tile: StepTile) -> dict[str, Array]:
+def _in_one(launch: Launcher, step: Step, spec: NativeSpec, tile: StepTile) -> Named:
     tokens, heads, values = *step.q.shape[:2], step.v.shape[-1]
     lse = result(step.rows, heads) if step.indices is None else NOTHING
     outputs = {"out": result(tokens, heads, values, dtype=step.q.dtype), "lse": lse} | _choice(launch, step)
     return launch(whole_step.whole_step_kernel, tile, outputs, step.rows * step.v.shape[2] + _fills(step))
 
 
-def _in_four(launch: Launcher, step: Step, spec: NativeSpec, tile: StepTile) -> dict[str, Array]:
+def _in_four(launch: Launcher, step: Step, spec: NativeSpec, tile: StepTile) -> Named:
     (tokens, heads, _), (kv_heads, values) = step.q.shape, step.v.shape[2:]
     rows, pairs, chooses = step.rows, step.rows * kv_heads, step.indices is None
     # Programs that share the keys of a branch, each with two tiles at least.

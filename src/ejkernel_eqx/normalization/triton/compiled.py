@@ -3,8 +3,7 @@
 import dataclasses
 import math
 
-from jax import Array
-
+from ...core import Named
 from ...core.platforms import Interpreted, kernels_unavailable
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from ...launch import Launcher, NOTHING, Options, result, result_like
@@ -53,9 +52,7 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     return list(dict.fromkeys(TritonConfig(*pair, fast_sigmoid=fast) for pair in pairs))
 
 
-def forward(
-    arrays: NormArrays, spec: NormSpec, config: TritonConfig, *, save: bool = True
-) -> dict[str, Array]:
+def forward(arrays: NormArrays, spec: NormSpec, config: TritonConfig, *, save: bool = True) -> Named:
     """The results, of which the backward reads the sum."""
     tile, like, has_branch = config.forward, result_like(arrays.x), arrays.branch is not None
     rows = math.prod(arrays.x.shape[:-1])
@@ -72,12 +69,8 @@ def forward(
 
 
 def backward(
-    arrays: NormArrays,
-    spec: NormSpec,
-    config: TritonConfig,
-    saved: dict[str, Array],
-    cotangents: dict[str, Array],
-) -> dict[str, Array]:
+    arrays: NormArrays, spec: NormSpec, config: TritonConfig, saved: Named, cotangents: Named
+) -> Named:
     """All gradients; that of the weight is per batch row and summed in a fixed order."""
     tile, (batch, rows, *groups, features) = config.backward, arrays.x.shape
     # Each program writes a sum of its own for the weight, so that results need no atomics.

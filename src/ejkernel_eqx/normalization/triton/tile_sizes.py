@@ -6,20 +6,18 @@ import math
 import jax.numpy as jnp
 
 from ...dispatch import DeviceFacts, Problem
-from ...launch.fields import check_fields, Count, Power, Warps
+from ...launch.fields import Checked, Count, Power, Warps
 from ...launch.sizes import cdiv, padded, shared_memory_of
 
 
 @dataclasses.dataclass(frozen=True)
-class NormTile:
+class NormTile(Checked):
     """A program processes `block_m` rows (a power of two); in the backward, `turns` times, with `num_stages` turns loaded at once."""
 
     block_m: Power
     num_warps: Warps
     turns: Count = 1
     num_stages: Count = 1
-
-    __post_init__ = check_fields
 
 
 # Forward: elements per program and per thread. Backward: elements per thread (and per program, if rows are narrow), the number of turns

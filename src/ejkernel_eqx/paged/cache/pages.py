@@ -16,6 +16,7 @@ from ..._broadcast import like
 from ..._shapes import is_symbolic
 from ..._signatures import Module
 from ..._values import check_between, check_distinct, checked
+from ...core import Named
 from ...sequences.packing import read_count
 from ...sequences.tokens import over
 from ..spec import WriteArrays
@@ -223,7 +224,7 @@ class Pages(Module):
             return dataclasses.replace(self, **copy(there, source, target, lead))
 
 
-def operands_of(pages: Pages) -> dict[str, Array]:
+def operands_of(pages: Pages) -> Named:
     """The pages and scales that are present, in the names and shapes of the kernels."""
     named, at = zip(pages._kernel_names, pages._arrays, strict=True), len(pages.batch_shape) + 2
     # An axis of one head follows pages and places; in a scale for the whole cache it replaces them.
@@ -231,7 +232,7 @@ def operands_of(pages: Pages) -> dict[str, Array]:
     return {name: with_head(x) for name, x in named if x is not None}
 
 
-def holding(pages: C, operands: dict[str, Array]) -> C:
+def holding(pages: C, operands: Named) -> C:
     """The cache with these pages and scales, given in the names and shapes of the kernels."""
     # The inverse of `operands_of`: only the axis that it added is removed.
     names, at = dict(zip(pages._kernel_names, pages._names, strict=True)), len(pages.batch_shape) + 2

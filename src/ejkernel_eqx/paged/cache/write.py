@@ -11,14 +11,15 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..._jitted import compiled_once
+from ...core import Named
 from ...parallel import Axes, explicit_mesh, over_explicit_mesh
 from ..spec import PAGES, WriteArrays
 from .quantise import quantise
 
-Writer = Callable[[WriteArrays], dict[str, Array]]
+Writer = Callable[[WriteArrays], Named]
 
 
-def write(arrays: WriteArrays) -> dict[str, Array]:
+def write(arrays: WriteArrays) -> Named:
     """The pages and scales with the new tokens written.
 
     With leading axes on the pages, tokens and slots have these axes too, and each entry is written with its own. Other axes in front of
@@ -27,7 +28,7 @@ def write(arrays: WriteArrays) -> dict[str, Array]:
     return compiled_once(_over_mesh)(arrays)
 
 
-def _over_mesh(arrays: WriteArrays) -> dict[str, Array]:
+def _over_mesh(arrays: WriteArrays) -> Named:
     mesh = explicit_mesh(arrays)
     if mesh is None:
         return _over_leading_axes(arrays)
@@ -53,7 +54,7 @@ def _leading(arrays: WriteArrays) -> int:
     return next(arrays.pages[name].ndim - 4 for name in PAGES if name in arrays.new)
 
 
-def _over_leading_axes(arrays: WriteArrays) -> dict[str, Array]:
+def _over_leading_axes(arrays: WriteArrays) -> Named:
     lead = _leading(arrays)
     if lead == 0:
         return _write(arrays)
@@ -64,7 +65,7 @@ def _over_leading_axes(arrays: WriteArrays) -> dict[str, Array]:
     return jax.vmap(_over_leading_axes, in_axes=(WriteArrays(pages, new, slots),))(arrays)
 
 
-def _write(arrays: WriteArrays) -> dict[str, Array]:
+def _write(arrays: WriteArrays) -> Named:
     written = dict(arrays.pages)
     slots = arrays.slots.reshape(-1)
     for name, new in arrays.new.items():

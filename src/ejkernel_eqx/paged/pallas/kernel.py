@@ -14,6 +14,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ...core import Named
 from ...launch.pallas import run, TpuLaunch
 from ...launch.sizes import cdiv
 from ..spec import PagedSpec, PAGES
@@ -245,9 +246,7 @@ def _results_wait(r: Any, slot: Any, size: Sizes) -> None:
     r["written"][slot] = 0
 
 
-def over_items(
-    call: Call, name: str, method: Method, size: Sizes, ranges: Ranges, results: dict[str, Array]
-) -> dict[str, Array]:
+def over_items(call: Call, name: str, method: Method, size: Sizes, ranges: Ranges, results: Named) -> Named:
     """`results`, `out [T, H, V]` and `lse [T, 1, H]`, with those of the items written into them."""
     with_heads = lambda x, axis: _padded(x, axis, size.heads)
     q = _padded(with_heads(call.arrays.q, 1), 0, size.tokens)

@@ -14,6 +14,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ...core import Named
 from ...launch.pallas import run, TpuLaunch
 from ...launch.sizes import cdiv, tile_bytes
 from ..cache.quantise import quantise
@@ -31,7 +32,7 @@ _MOST_TOKENS = 2**16
 """The slots of so many fit in scalar memory."""
 
 
-def write(arrays: WriteArrays) -> dict[str, Array]:
+def write(arrays: WriteArrays) -> Named:
     """Writes new tokens, as `cache.write.write`: with leading axes on the pages, tokens and slots have these axes too. XLA's scatter writes what
     the kernel does not take, and scales for each token."""
     names = [name for name in PAGES if name in arrays.new and _takes(arrays, name)]
@@ -53,7 +54,7 @@ def _takes(arrays: WriteArrays, name: str) -> bool:
     return alone and few and dim % LANES == 0
 
 
-def _written(arrays: WriteArrays, names: list[str]) -> dict[str, Array]:
+def _written(arrays: WriteArrays, names: list[str]) -> Named:
     *lead, count, page, _, _ = arrays.pages[names[0]].shape
     sets, room = math.prod(lead), count * page
     slots = arrays.slots.reshape(sets, -1)
@@ -77,7 +78,7 @@ def _written(arrays: WriteArrays, names: list[str]) -> dict[str, Array]:
     return results | {name: x.reshape(arrays.pages[name].shape) for name, x in zip(names, found, strict=True)}
 
 
-def _launch(arrays: WriteArrays, new: dict[str, Array], slots: Array) -> tuple[TpuLaunch, list[Array]]:
+def _launch(arrays: WriteArrays, new: Named, slots: Array) -> tuple[TpuLaunch, list[Array]]:
     """`new [T, K, D]` of every kind, as it is stored, and `slots [T]` of all pages, -1 for a token that is not written."""
     token = sum(tile_bytes((1, *x.shape[1:]), x.dtype) for x in new.values())
     block = min(max(_BLOCK // token // _RUN, 1), cdiv(slots.size, _RUN)) * _RUN

@@ -3,8 +3,8 @@ pages of the sequence."""
 
 import triton
 import triton.language as tl
-from jax import Array
 
+from ...core import Named
 from ...launch.constants import LN2, LOG2E
 from . import tile
 from .call import Call
@@ -166,7 +166,7 @@ def prefill_kernel(
     tl.store(out_ptr + ((token * H + h) * V)[:, None] + c[None, :], out, mask=stored)
 
 
-def prefill(call: Call, results: dict[str, Array], least: int) -> dict[str, Array]:
+def prefill(call: Call, results: Named, least: int) -> Named:
     """Writes the tokens of sequences with more than `least` queries into `results`, in place."""
     sizes, before = call.config.prefill, {f"{name}_before": x for name, x in results.items()}
     tiles = most_tiles(call.arrays.q.shape[0], call.sequences, call.group, sizes.block_m)

@@ -7,8 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 import triton
 import triton.language as tl
-from jax import Array
 
+from ...core import Named
 from ...launch import Launch, Launcher, Options, result, result_like, run
 from ...launch.sizes import cdiv, padded
 from ..cache.quantise import LARGEST
@@ -107,7 +107,7 @@ def write_kernel(
         _store_rows(b, new_b_ptr, b_scale_ptr, new_b_scale_ptr, target, b_scale_at, written, B, BLOCK_B, B_SCALES, B_LARGEST)  # fmt: skip
 
 
-def write(arrays: WriteArrays) -> dict[str, Array]:
+def write(arrays: WriteArrays) -> Named:
     """Writes new tokens, as `cache.write.write`: with leading axes on the pages, tokens and slots have these axes too."""
     results = dict(arrays.pages)
     # Arrays written in place come first in a launch, and so do pages whose scales are written.
@@ -135,7 +135,7 @@ def write_launch(arrays: WriteArrays, names: list[str]) -> tuple[Launch, dict[st
     # A missing second kind, or missing scales, are neither read nor written.
     absent = slots if len(names) == 2 else jnp.zeros((1,), slots.dtype)
 
-    inputs: dict[str, Array] = {"slots": slots}
+    inputs: Named = {"slots": slots}
     numbers: dict[str, Any] = {"K": kv_heads, "MAPPED": kept.ndim > 4}
     numbers |= {"T": slots.size // max(1, math.prod(kept.shape[:-4])), "SLOTS": math.prod(kept.shape[-4:-2])}
     for letter, name in itertools.zip_longest("ab", names, fillvalue=""):

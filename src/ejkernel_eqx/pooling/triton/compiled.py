@@ -5,12 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 
+from ...core import Named
 from ...core.platforms import Interpreted, kernels_unavailable
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from ...launch import Launcher, NOTHING, result, result_like
-from ...launch.fields import check_fields, Power, Warps
+from ...launch.fields import Checked, Power, Warps
 from ...launch.sizes import cdiv, padded
 from ..spec import last_tokens, longest, num_segments, PoolArrays, PoolSpec
 from ..tables import pieces_of
@@ -25,7 +25,7 @@ _WHOLE, _RANGES, _PARTS = range(3)
 
 
 @dataclasses.dataclass(frozen=True)
-class ReadTile:
+class ReadTile(Checked):
     """A program reduces up to `span` tokens of `block_c` channels, `block_t` tokens at a time; all powers of two."""
 
     block_t: Power
@@ -34,20 +34,18 @@ class ReadTile:
     num_warps: Warps
 
     def __post_init__(self):
-        check_fields(self)
+        super().__post_init__()
         if self.span < self.block_t:
             raise ValueError(f"ReadTile: expected block_t <= span, received {self.block_t} > {self.span}.")
 
 
 @dataclasses.dataclass(frozen=True)
-class WriteTile:
+class WriteTile(Checked):
     """A program writes the gradients of `block_t` tokens by `block_c` channels, both powers of two."""
 
     block_t: Power
     block_c: Power
     num_warps: Warps
-
-    __post_init__ = check_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,9 +125,7 @@ def _warps(elements: int, each: int, most: int = _WARPS) -> int:
     return max(1, min(most, elements // (32 * max(each, 1))))
 
 
-def forward(
-    arrays: PoolArrays, spec: PoolSpec, config: TritonConfig, *, save: bool = True
-) -> dict[str, Array]:
+def forward(arrays: PoolArrays, spec: PoolSpec, config: TritonConfig, *, save: bool = True) -> Named:
     """The results; for the gradient of a maximum also the token of each, for that of a norm the results before it."""
     needs_tokens = save and spec.reduction == "max"
     if spec.reduction == "last":
@@ -143,12 +139,8 @@ def forward(
 
 
 def backward(
-    arrays: PoolArrays,
-    spec: PoolSpec,
-    config: TritonConfig,
-    saved: dict[str, Array],
-    cotangents: dict[str, Array],
-) -> dict[str, Array]:
+    arrays: PoolArrays, spec: PoolSpec, config: TritonConfig, saved: Named, cotangents: Named
+) -> Named:
     """The gradient of `x`."""
     dout, tile = cotangents["out"], config.backward
     if spec.normalize:
@@ -165,7 +157,7 @@ def backward(
     return {"x": grads["dx"]}
 
 
-def _reduced(arrays: PoolArrays, spec: PoolSpec, tile: ReadTile, tokens: bool) -> dict[str, Array]:
+def _reduced(arrays: PoolArrays, spec: PoolSpec, tile: ReadTile, tokens: bool) -> Named:
     """The results `out [B, S, C]` before any norm and, if wanted, the token of each maximum, `arg`."""
     batch, length, channels = arrays.x.shape
     segments, blocks = num_segments(arrays, spec), cdiv(channels, tile.block_c)

@@ -10,6 +10,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ...core import Named
 from ...launch.pallas import run, TpuLaunch
 from ..spec import CONSTANT, KEY, NONE, RecurrenceArrays, RecurrenceSpec
 from ..xla_chunks import Chunks
@@ -17,8 +18,6 @@ from ..xla_decay import closed
 from .chunk import Form
 from .kernels import backward_kernel, ENDS, forward_kernel, FRESH, Launched, OPERANDS
 from .tile_sizes import values
-
-Named = dict[str, Array]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

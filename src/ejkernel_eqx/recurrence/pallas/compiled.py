@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ...core import Named
 from ...core.platforms import InterpretedPallas
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from .. import xla
@@ -55,12 +56,8 @@ def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tupl
 
 
 def forward(
-    arrays: RecurrenceArrays,
-    spec: RecurrenceSpec,
-    config: PallasConfig,
-    *,
-    save: bool = True,
-) -> dict[str, Array]:
+    arrays: RecurrenceArrays, spec: RecurrenceSpec, config: PallasConfig, *, save: bool = True
+) -> Named:
     """`out`, `final_state` and, with `save`, the residual, from arrays with one leading axis."""
     call = make_call(arrays, spec, chunk_of(config, arrays.q.shape[1]))
     initial = arrays.initial_state
@@ -77,12 +74,8 @@ def forward(
 
 
 def backward(
-    arrays: RecurrenceArrays,
-    spec: RecurrenceSpec,
-    config: PallasConfig,
-    saved: dict[str, Array],
-    cotangents: dict[str, Array],
-) -> dict[str, Array]:
+    arrays: RecurrenceArrays, spec: RecurrenceSpec, config: PallasConfig, saved: Named, cotangents: Named
+) -> Named:
     """Gradients of all float arrays of the call; every sum has a fixed order."""
     call = make_call(arrays, spec, chunk_of(config, arrays.q.shape[1]))
     dout, dfinal, initial = cotangents["out"], cotangents["final_state"], arrays.initial_state

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Annotated
 
 from ...dispatch import DeviceFacts, Problem
-from ...launch.fields import check_fields, Count, power_of_two
+from ...launch.fields import Checked, Count, power_of_two
 from ...launch.sizes import padded, tile_bytes, too_large_for_vmem
 from ..spec import KEY
 
@@ -12,15 +12,13 @@ Chunk = Annotated[int, power_of_two(16, 256)]
 
 
 @dataclasses.dataclass(frozen=True)
-class PallasConfig:
+class PallasConfig(Checked):
     """Tokens of a chunk, and the state heads that a step of each direction computes side by side, so that their products need not wait for each
     other; of these, as many as divide the state heads."""
 
     chunk_size: Chunk
     forward_heads: Count
     backward_heads: Count
-
-    __post_init__ = check_fields
 
 
 def heads_of_step(wanted: int, heads: int) -> int:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ...core import Named
 from ...launch import given, Launcher, result
 from ...launch.sizes import cdiv, padded
 from ..spec import CONSTANT, heads_of, KEY, letters_of, NONE, RecurrenceArrays, RecurrenceSpec, SCALAR
@@ -67,7 +68,7 @@ class Call:
         count = self.sizes[0] // x.shape[2] // summed
         return result(count, *x.shape, dtype=x.dtype if count == 1 else jnp.float32)
 
-    def knowing(self, arrays: dict[str, Array], **numbers: Any) -> "Call":
+    def knowing(self, arrays: Named, **numbers: Any) -> "Call":
         """This call with more arguments for its kernels."""
         return dataclasses.replace(self, launch=self.launch.knowing(arrays, **numbers))
 
@@ -85,7 +86,7 @@ class Call:
         return self.knowing(sums)
 
     def states(
-        self, edges: dict[str, Array], dout: Array | None = None, dfinal: Array | None = None
+        self, edges: Named, dout: Array | None = None, dfinal: Array | None = None
     ) -> tuple[Array, Array]:
         """The state at the start of every chunk `[chunks, HS, D, V]` in the operands' dtype, and the final state in the spec's. With the gradients
         of outputs and final state, the gradients with respect to the state at the end of every chunk and, in float32, to the initial state.
@@ -111,7 +112,7 @@ class Call:
         kernel, inputs = out_phase.out_kernel, {"states": states}
         return self.launch(kernel, tile, outputs, programs, inputs, **numbers)["out"]
 
-    def single(self, edges: dict[str, Array]) -> tuple[Array, Array]:
+    def single(self, edges: Named) -> tuple[Array, Array]:
         """Outputs and final state from the single kernel that holds all key channels; `edges` are the states before splits."""
         if self.config.out.hopper:
             return hopper_call.single(self, edges)

@@ -5,8 +5,9 @@ from types import ModuleType
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 
+from ...core import Named
 from ...core.platforms import Interpreted, kernels_unavailable
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from ..before import moved, moved_back
@@ -103,12 +104,8 @@ def _call(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConfig) 
 
 
 def forward(
-    arrays: RecurrenceArrays,
-    spec: RecurrenceSpec,
-    config: TritonConfig,
-    *,
-    save: bool = True,
-) -> dict[str, Array]:
+    arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConfig, *, save: bool = True
+) -> Named:
     """`out`, `final_state` and the residuals of `saved_axes`, from arrays with one leading axis. Saving costs no time, since one kernel
     passes the residuals to the next anyway."""
     if spec.before:
@@ -121,12 +118,8 @@ def forward(
 
 
 def backward(
-    arrays: RecurrenceArrays,
-    spec: RecurrenceSpec,
-    config: TritonConfig,
-    saved: dict[str, Array],
-    cotangents: dict[str, Array],
-) -> dict[str, Array]:
+    arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConfig, saved: Named, cotangents: Named
+) -> Named:
     """Gradients of all float arrays of the call; bitwise repeatable, as every sum has a fixed order."""
     if spec.before:
         return _backward_before(arrays, spec, config, saved, cotangents)
@@ -143,12 +136,8 @@ def backward(
 
 
 def _backward_before(
-    arrays: RecurrenceArrays,
-    spec: RecurrenceSpec,
-    config: TritonConfig,
-    saved: dict[str, Array],
-    cotangents: dict[str, Array],
-) -> dict[str, Array]:
+    arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConfig, saved: Named, cotangents: Named
+) -> Named:
     read = {name: x for name in ("q", "initial_state") if (x := getattr(arrays, name)) is not None}
     shifted, pull = jax.vjp(lambda q: moved(arrays._replace(q=q)).q, arrays.q)
     # Outputs are linear in those of the call that runs: these need not be known.

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ...core import Named
 from ...launch import NOTHING, result
 from ...launch.sizes import cdiv, padded
 from ..spec import CONSTANT, heads_of, KEY, RecurrenceArrays, RecurrenceSpec
@@ -20,8 +21,6 @@ from .key_scores import gates
 from .wy import delta_scores_kernel
 from .wy_key import delta_key_scores_kernel
 
-Arrays = dict[str, Array]
-
 
 def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tuple[str, ...]]:
     heads = f"H{heads_of(arrays, spec).out}"
@@ -30,7 +29,7 @@ def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tupl
     return solved | delta_splits.saved_axes(arrays, spec)
 
 
-def forward(call: Call, arrays: RecurrenceArrays) -> tuple[Array, Array, Arrays]:
+def forward(call: Call, arrays: RecurrenceArrays) -> tuple[Array, Array, Named]:
     heads, _, values = call.sizes
     solved = _key_scores(call, gates(call), solving=True) if call.spec.decay == KEY else _scores(call)
     serial = serial_of(call)
@@ -42,8 +41,8 @@ def forward(call: Call, arrays: RecurrenceArrays) -> tuple[Array, Array, Arrays]
 
 
 def backward(
-    call: Call, arrays: RecurrenceArrays, saved: Arrays, dout: Array, dfinal: Array
-) -> tuple[Arrays, Array]:
+    call: Call, arrays: RecurrenceArrays, saved: Named, dout: Array, dfinal: Array
+) -> tuple[Named, Array]:
     heads, dim, values = call.sizes
     decay, named = call.spec.decay, saved | {"do": dout}
     key_gates = gates(call) if decay == KEY else {}
@@ -72,14 +71,14 @@ def backward(
     return summed, results["final"]
 
 
-def _scores(call: Call) -> Arrays:
+def _scores(call: Call) -> Named:
     heads, each = call.sizes[0], _heads_each(call)
     numbers = {"BLOCK_K": padded(call.sizes[1]), "HEADS": each, "SOLVE": solving_of(call)}
     outputs, programs = _solutions(call), call.chunks * (heads // each)
     return call.launch(delta_scores_kernel, call.config.scores, outputs, programs, **numbers)
 
 
-def _key_scores(call: Call, key_gates: Arrays, *, solving: bool) -> Arrays:
+def _key_scores(call: Call, key_gates: Named, *, solving: bool) -> Named:
     """Queries and keys with their decays included instead of the plain ones; with `solving` also the scores and inverses."""
     heads, dim, _ = call.sizes
     outputs = _solutions(call) if solving else dict.fromkeys(_solutions(call), NOTHING)
@@ -102,7 +101,7 @@ def _solutions(call: Call) -> dict[str, jax.ShapeDtypeStruct]:
     return matrices | {"factors": factors, "scratch": scratch}
 
 
-def _gradients(call: Call, inputs: Arrays) -> Arrays:
+def _gradients(call: Call, inputs: Named) -> Named:
     """Gradients over state heads; those of queries and keys are summed over the heads that share them."""
     heads, dim, values = call.sizes
     keyed, g = call.spec.decay == KEY, call.arrays.g

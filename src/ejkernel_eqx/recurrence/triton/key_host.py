@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ...core import Named
 from ...launch.sizes import cdiv
 from ..spec import heads_of, RecurrenceArrays, RecurrenceSpec
 from . import key_gradients, splits
@@ -27,7 +28,7 @@ def weighted(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConfi
     return arrays._replace(v=v, beta=None, skip=None)
 
 
-def forward(call: Call, arrays: RecurrenceArrays) -> tuple[Array, Array, dict[str, Array]]:
+def forward(call: Call, arrays: RecurrenceArrays) -> tuple[Array, Array, Named]:
     folded = fold(call, gates(call), scores=True)
     edges = splits.edges_of(folded)
     states, final = folded.states(edges)
@@ -39,8 +40,8 @@ def forward(call: Call, arrays: RecurrenceArrays) -> tuple[Array, Array, dict[st
 
 
 def backward(
-    call: Call, arrays: RecurrenceArrays, saved: dict[str, Array], dout: Array, dfinal: Array
-) -> tuple[dict[str, Array], Array]:
+    call: Call, arrays: RecurrenceArrays, saved: Named, dout: Array, dfinal: Array
+) -> tuple[Named, Array]:
     key_gates = gates(call)
     folded = fold(call, key_gates, scores=False)
     states, dstates, dinitial = splits.states_of(folded, saved, dout, dfinal)

@@ -10,8 +10,8 @@ segments hide them, and `carry [chunks, HS, D]`, the decay of a whole chunk. Wit
 
 import triton
 import triton.language as tl
-from jax import Array
 
+from ...core import Named
 from ...launch import NOTHING, result
 from ...launch.sizes import cdiv
 from .call import Call
@@ -116,7 +116,7 @@ def key_fold_kernel(
 _GATES = Tile(128, 16, 4, 1)
 
 
-def gates(call: Call) -> dict[str, Array]:
+def gates(call: Call) -> Named:
     assert call.arrays.g is not None
     shape, exact = call.wide_rows(*call.arrays.g.shape[2:]), call.launch.numbers["EXACT"]
     programs = call.chunks * cdiv(shape.shape[2] * shape.shape[3], _GATES.block_k)
@@ -125,7 +125,7 @@ def gates(call: Call) -> dict[str, Array]:
     return results if exact else dict.fromkeys(outputs, results["gates"])
 
 
-def fold(call: Call, gates: dict[str, Array], *, scores: bool) -> Call:
+def fold(call: Call, gates: Named, *, scores: bool) -> Call:
     (heads, dim, _), chunk = call.sizes, call.config.chunk_size
     rows, carry = call.rows(heads, dim), result(call.chunks, heads, dim)
     outputs = {"folded_q": rows, "folded_k": rows, "carry": carry}

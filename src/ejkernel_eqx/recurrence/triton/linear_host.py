@@ -4,6 +4,7 @@ import math
 
 from jax import Array
 
+from ...core import Named
 from ...launch import NOTHING, result
 from ...launch.sizes import cdiv
 from ..spec import CONSTANT, NONE, RecurrenceArrays
@@ -17,7 +18,7 @@ saved_axes = splits.saved_axes
 """The states before splits; the backward recomputes the states."""
 
 
-def forward(call: Call, arrays: RecurrenceArrays) -> tuple[Array, Array, dict[str, Array]]:
+def forward(call: Call, arrays: RecurrenceArrays) -> tuple[Array, Array, Named]:
     call = call.with_decays()
     edges = splits.edges_of(call)
     if call.config.single:
@@ -29,8 +30,8 @@ def forward(call: Call, arrays: RecurrenceArrays) -> tuple[Array, Array, dict[st
 
 
 def backward(
-    call: Call, arrays: RecurrenceArrays, saved: dict[str, Array], dout: Array, dfinal: Array
-) -> tuple[dict[str, Array], Array]:
+    call: Call, arrays: RecurrenceArrays, saved: Named, dout: Array, dfinal: Array
+) -> tuple[Named, Array]:
     call = call.with_decays()
     states, dstates, dinitial = splits.states_of(call, saved, dout, dfinal)
     grads = _gradients(call, states, dstates, dout)
@@ -38,7 +39,7 @@ def backward(
     return grads | {"v": sum_heads(grads["v"], arrays.v.shape[2])}, dinitial
 
 
-def _gradients(call: Call, states: Array, dstates: Array, dout: Array) -> dict[str, Array]:
+def _gradients(call: Call, states: Array, dstates: Array, dout: Array) -> Named:
     """Gradients of all given operands over tokens and of `skip`."""
     arrays, decay = call.arrays, call.spec.decay
     heads, _, values = call.sizes
@@ -62,7 +63,7 @@ def _gradients(call: Call, states: Array, dstates: Array, dout: Array) -> dict[s
     return grads
 
 
-def _separate_gradients(call: Call, states: Array, dstates: Array, dout: Array) -> dict[str, Array]:
+def _separate_gradients(call: Call, states: Array, dstates: Array, dout: Array) -> Named:
     """Gradients for each state head, all from one kernel."""
     arrays, tile, decay = call.arrays, call.config.gradients, call.spec.decay
     heads, dim, values = call.sizes

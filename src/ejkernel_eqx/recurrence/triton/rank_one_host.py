@@ -5,6 +5,7 @@ The forward pass keeps the scores of queries and the solution of every chunk. St
 
 from jax import Array
 
+from ...core import Named
 from ...launch import NOTHING, result
 from ...launch.sizes import cdiv
 from ..spec import heads_of, RecurrenceArrays, RecurrenceSpec
@@ -16,7 +17,6 @@ from .key_scores import gates
 from .rank_one_gradients import rank_one_gradients_kernel, rank_one_pairs_kernel
 from .rank_one_scores import rank_one_scores_kernel
 
-Arrays = dict[str, Array]
 _SOLVED = ("qk", "qb", "mixed", "inverse")
 
 
@@ -25,7 +25,7 @@ def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tupl
     return dict.fromkeys(_SOLVED, ("T", heads, "chunk")) | delta_splits.saved_axes(arrays, spec)
 
 
-def forward(call: Call, arrays: RecurrenceArrays) -> tuple[Array, Array, Arrays]:
+def forward(call: Call, arrays: RecurrenceArrays) -> tuple[Array, Array, Named]:
     heads, _, values = call.sizes
     solved, serial = _scores(call, gates(call), None), serial_of(call)
     edges = delta_splits.edges_of(serial, solved)
@@ -36,8 +36,8 @@ def forward(call: Call, arrays: RecurrenceArrays) -> tuple[Array, Array, Arrays]
 
 
 def backward(
-    call: Call, arrays: RecurrenceArrays, saved: Arrays, dout: Array, dfinal: Array
-) -> tuple[Arrays, Array]:
+    call: Call, arrays: RecurrenceArrays, saved: Named, dout: Array, dfinal: Array
+) -> tuple[Named, Array]:
     heads, dim, values = call.sizes
     key_gates, serial = gates(call), serial_of(call)
     inputs = saved | _scores(call, key_gates, saved["inverse"]) | {"do": dout}
@@ -68,7 +68,7 @@ def backward(
     return summed, results["final"]
 
 
-def _scores(call: Call, key_gates: Arrays, inverse: Array | None) -> Arrays:
+def _scores(call: Call, key_gates: Named, inverse: Array | None) -> Named:
     """Operands that include their decays and, unless the inverse is known, the solution of every chunk."""
     heads, dim, _ = call.sizes
     chunk, solving = call.config.chunk_size, inverse is None

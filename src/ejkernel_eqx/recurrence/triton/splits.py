@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from ...core import Named
 from ...dispatch import facts_of_calls
 from ...launch import NOTHING, result
 from ...launch.by_name import Options
@@ -19,7 +20,7 @@ from . import reach, split_phase
 from .call import Call
 from .tile_sizes import CHUNK_SIZES, Tile
 
-Edges = dict[str, Array]
+Edges = Named
 """States or gradients by name, `edges` above all; empty if sequences are not split."""
 MOST_PIECES, LEAST_PIECE = 8, 32  # of a split; chunks
 
@@ -55,7 +56,7 @@ def _reached(call: Call, pieces: int) -> dict[str, Any]:
     return call.launch(reach.reach_kernel, Options(4, 1), outputs, math.prod(lead), BLOCK_K=padded(dim))
 
 
-def _local(call: Call, dout: Array | None, passed: dict[str, Any], pieces: int) -> dict[str, Array]:
+def _local(call: Call, dout: Array | None, passed: dict[str, Any], pieces: int) -> Named:
     """Computes what each piece of a split adds."""
     heads, dim, values = call.sizes
     lead = call.sequences, call.splits - 1
@@ -97,13 +98,13 @@ def by_chunk_size(axes: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]
     return {f"{name}{size}": letters for name, letters in axes.items() for size in CHUNK_SIZES}
 
 
-def to_saved(call: Call, edges: Edges) -> dict[str, Array]:
+def to_saved(call: Call, edges: Edges) -> Named:
     """Arrays over splits as residuals, with the call's leading axis first."""
     batch, size = call.arrays.q.shape[0], call.config.chunk_size
     return {f"{name}{size}": x.reshape(batch, -1, *x.shape[2:]) for name, x in edges.items()}
 
 
-def from_saved(call: Call, saved: dict[str, Array], names: str, again: Callable[[], Edges]) -> Edges:
+def from_saved(call: Call, saved: Named, names: str, again: Callable[[], Edges]) -> Edges:
     """The inverse of `to_saved`; `again()` if this call has other splits, as a pullback that is mapped may have."""
     batch = call.arrays.q.shape[0]
     known = {name: saved.get(f"{name}{call.config.chunk_size}") for name in names.split()}
@@ -113,7 +114,7 @@ def from_saved(call: Call, saved: dict[str, Array], names: str, again: Callable[
     return {name: x.reshape(*shape, *x.shape[2:]) for name, x in known.items() if x is not None}
 
 
-def states_of(call: Call, saved: dict[str, Array], dout: Array, dfinal: Array) -> tuple[Array, Array, Array]:
+def states_of(call: Call, saved: Named, dout: Array, dfinal: Array) -> tuple[Array, Array, Array]:
     """The states at the starts of chunks, the gradients of those at their ends, and that of the initial state."""
     states, _ = call.states(from_saved(call, saved, "edges", lambda: edges_of(call)))
     return states, *call.states(edges_of(call, dout, dfinal), dout, dfinal)

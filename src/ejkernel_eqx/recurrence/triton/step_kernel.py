@@ -9,7 +9,7 @@ import triton.language as tl
 from jax import Array
 
 from ...launch import given, Launcher, result, result_like
-from ...launch.fields import check_fields, Power, Warps
+from ...launch.fields import Checked, Power, Warps
 from ...launch.sizes import cdiv, padded
 from ..spec import KEY, NONE, RecurrenceSpec, SCALAR, StepArrays, VALUE
 
@@ -18,13 +18,11 @@ _SCALAR, _KEY, _VALUE = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
 @dataclasses.dataclass(frozen=True)
-class StepTile:
+class StepTile(Checked):
     """A program processes all key channels and `block_v` value channels (a power of two) of one state."""
 
     block_v: Power
     num_warps: Warps
-
-    __post_init__ = check_fields
 
 
 def default_tile(dim: int, values: int, state_bytes: int = 4) -> StepTile:

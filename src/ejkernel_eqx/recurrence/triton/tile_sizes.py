@@ -6,14 +6,14 @@ from typing import Annotated, Any
 
 from ...dispatch import DeviceFacts, Problem
 from ...launch import register_limits_measured
-from ...launch.fields import Block, check_fields, Count, Float32Dot, one_of, Registers, Warps
+from ...launch.fields import Block, Checked, Count, Float32Dot, one_of, Registers, Warps
 from ...launch.sizes import cdiv, padded
 from ..spec import CONSTANT, KEY, NONE
 from .hopper import tile_sizes as hopper
 
 
 @dataclasses.dataclass(frozen=True)
-class Tile:
+class Tile(Checked):
     """One kernel's tile of key channels (`block_k`) by value channels (`block_v`), powers of two from 16, and compiler options.
 
     `hopper`: whether it is Hopper's kernel, in Gluon, instead of Triton's; only the single one has that form.
@@ -26,14 +26,12 @@ class Tile:
     hopper: bool = False
     max_registers: Registers = 0
 
-    __post_init__ = check_fields
-
 
 CHUNK_SIZES = (16, 32, 64, 128, 256)
 
 
 @dataclasses.dataclass(frozen=True)
-class TritonConfig:
+class TritonConfig(Checked):
     """The chunk size and the tile of every phase. A member without a phase ignores its tile."""
 
     chunk_size: Annotated[int, one_of(*CHUNK_SIZES)]
@@ -49,8 +47,6 @@ class TritonConfig:
     """True if the forward pass of a linear member without a decay per key is a single kernel, with the value channels of `out`."""
     splits: Count = 1
     """The number of parts of each sequence that have programs of their own."""
-
-    __post_init__ = check_fields
 
 
 _LARGE, _SOME = 160 * 1024, 96 * 1024  # shared memory of one program, in bytes

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ...core import Named
 from ...core.platforms import Interpreted, kernels_unavailable
 from ...dispatch import DeviceFacts, Problem
 from ...launch import (
@@ -20,7 +21,7 @@ from ...launch import (
     result,
     result_like,
 )
-from ...launch.fields import check_fields, Count, power_of_two, Registers, Warps, whole
+from ...launch.fields import Checked, Count, power_of_two, Registers, Warps, whole
 from ...launch.sizes import cdiv, numbers_of, padded
 from ..chunks import chunk_table
 from ..spec import PART, parts_of, ScanArrays, ScanSpec
@@ -38,7 +39,7 @@ _MULTIPROCESSORS = 132  # for a device that does not report its number
 
 
 @dataclasses.dataclass(frozen=True)
-class ScanTile:
+class ScanTile(Checked):
     """One direction's programs: `block_i` channels each (a power of two), a sequence split into as many parts as keep them within `programs`."""
 
     block_i: Annotated[int, power_of_two(most=PART)]
@@ -54,19 +55,15 @@ class ScanTile:
     """The arrays that a program prefetches at the start of a chunk: 1 everything that comes from global memory, which is all per-channel inputs of
     each token and the states before a chunk; 2 also `B` and `C`, which programs share."""
 
-    __post_init__ = check_fields
-
 
 @dataclasses.dataclass(frozen=True)
-class TritonConfig:
+class TritonConfig(Checked):
     """`chunk_size` tokens (a power of two) are in registers at once; the gradient keeps the state before each chunk."""
 
     chunk_size: Annotated[int, power_of_two(most=64)]
     forward: ScanTile
     backward: ScanTile
     step: step_kernel.StepTile
-
-    __post_init__ = check_fields
 
 
 config_type = TritonConfig
@@ -130,9 +127,6 @@ def _tile(row: Any, device: DeviceFacts) -> ScanTile:
     return dataclasses.replace(tile, **limits)
 
 
-Arrays = dict[str, Array]
-
-
 class _Chunks:
     """The division of a call's sequences into chunks, of which every row of the batch has `count`.
 
@@ -173,7 +167,7 @@ class _Chunks:
         return flat.at[self.rows].set(x, mode="drop").reshape((self.batch, self.length, *x.shape[2:]))
 
 
-def forward(arrays: ScanArrays, spec: ScanSpec, config: TritonConfig, *, save: bool = True) -> Arrays:
+def forward(arrays: ScanArrays, spec: ScanSpec, config: TritonConfig, *, save: bool = True) -> Named:
     """`out`, `final_state`, and with `save` the `states [B, chunks, N, I]` before every chunk."""
     call = _Call(arrays, spec, config.chunk_size, config.forward)
     x, shape = arrays.x, call.state_shape
@@ -188,12 +182,8 @@ def forward(arrays: ScanArrays, spec: ScanSpec, config: TritonConfig, *, save: b
 
 
 def backward(
-    arrays: ScanArrays,
-    spec: ScanSpec,
-    config: TritonConfig,
-    saved: Arrays,
-    cotangents: Arrays,
-) -> Arrays:
+    arrays: ScanArrays, spec: ScanSpec, config: TritonConfig, saved: Named, cotangents: Named
+) -> Named:
     """The gradient of every float array; bitwise repeatable, as every sum has a fixed order."""
     call = _Call(arrays, spec, config.chunk_size, config.backward)
     x, shape, chunks = arrays.x, call.state_shape, call.chunks

@@ -10,20 +10,18 @@ from jax import Array
 
 from ...launch import given, Launcher, result_like
 from ...launch.constants import LOG2E
-from ...launch.fields import check_fields, Power, Warps
+from ...launch.fields import Checked, Power, Warps
 from ...launch.sizes import cdiv, padded
 from ..spec import ScanSpec, StepArrays
 from .steps import sigmoid, time_step
 
 
 @dataclasses.dataclass(frozen=True)
-class StepTile:
+class StepTile(Checked):
     """A program processes `block_i` channels (a power of two) of one row."""
 
     block_i: Power
     num_warps: Warps
-
-    __post_init__ = check_fields
 
 
 @triton.jit

@@ -3,13 +3,12 @@
 import dataclasses
 from typing import Any
 
-from jax import Array
-
+from ....core import Named
 from ....core.by_example import by_example, gradients_by
 from ....core.platforms import Interpreted, kernels_unavailable
 from ....dispatch import DeviceFacts, FORWARD, Problem
 from ....launch import gluon_unavailable, Launcher, NOTHING, result
-from ....launch.fields import check_fields, Float32Dot
+from ....launch.fields import Checked, Float32Dot
 from ....launch.sizes import too_large
 from ....normalization.spec import NormArrays, NormSpec
 from ....normalization.triton import compiled as norms
@@ -29,7 +28,7 @@ _RANKS |= {name: rank for fields in CODED for name, rank in zip(fields, (2, 2, 2
 
 
 @dataclasses.dataclass(frozen=True)
-class TritonConfig:
+class TritonConfig(Checked):
     tile: RowsTile
     norm_apart: bool = False
     """Whether the norm is a launch of its own, rather than computed by every program for itself."""
@@ -38,8 +37,6 @@ class TritonConfig:
     """Whether the activation uses NVIDIA's approximate instructions (error 2e-7)."""
     floats_apart: bool = False
     """Whether a kernel makes floats of quantised weights first, by which XLA multiplies."""
-
-    __post_init__ = check_fields
 
 
 config_type = TritonConfig
@@ -104,14 +101,12 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
     return too_large("tile", sizes, tile.num_stages, shared_memory(tile, problem), device)
 
 
-def forward(
-    arrays: MatmulArrays, spec: MatmulSpec, config: TritonConfig, *, save: bool = True
-) -> dict[str, Array]:
+def forward(arrays: MatmulArrays, spec: MatmulSpec, config: TritonConfig, *, save: bool = True) -> Named:
     """The results. The backward needs the arguments only."""
     return by_example(lambda arrays: _forward(arrays, spec, config), arrays, _RANKS)
 
 
-def _forward(arrays: MatmulArrays, spec: MatmulSpec, config: TritonConfig) -> dict[str, Array]:
+def _forward(arrays: MatmulArrays, spec: MatmulSpec, config: TritonConfig) -> Named:
     batch, rows, features = arrays.x.shape
     if config.floats_apart or config.tile.hopper_programs:
         return many.multiply(arrays, spec, None if config.floats_apart else config.tile)

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from ....dispatch import DeviceFacts, Problem
-from ....launch.fields import check_fields, Count, Power, Programs, Warps
+from ....launch.fields import Checked, Count, Power, Programs, Warps
 from ....launch.sizes import cdiv, numbers_of, padded, shared_memory_of
 from ....quantised import QuantFormat
 from ....quantised.format import form_of
@@ -13,7 +13,7 @@ from ..spec import columns_of, FEW_ROWS
 
 
 @dataclasses.dataclass(frozen=True)
-class RowsTile:
+class RowsTile(Checked):
     """A program multiplies `block_m` rows by `block_n` rows of the weights, `block_k` features at a time. With less than 16 rows it multiplies
     without tensor cores. Of quantised weights, `split_k` groups of warps share the features of a tile.
 
@@ -27,8 +27,6 @@ class RowsTile:
     num_stages: Count
     split_k: Power = 1
     hopper_programs: Programs = 0
-
-    __post_init__ = check_fields
 
 
 def tiles(problem: Problem, device: DeviceFacts) -> list[RowsTile]:

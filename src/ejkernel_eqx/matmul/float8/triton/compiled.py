@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ....core import Named
 from ....core.by_example import by_example
 from ....core.platforms import Interpreted, kernels_unavailable
 from ....dispatch import DeviceFacts, Problem
@@ -65,15 +66,13 @@ def remark(config: ScaledTile, problem: Problem, device: DeviceFacts) -> str:
     return f"Triton's kernel, not Hopper's, which {reason}" if reason else ""
 
 
-def forward(
-    arrays: ScaledArrays, spec: ScaledSpec, config: ScaledTile, *, save: bool = True
-) -> dict[str, Array]:
+def forward(arrays: ScaledArrays, spec: ScaledSpec, config: ScaledTile, *, save: bool = True) -> Named:
     """The result. The backward needs the arguments only."""
     ranks = _RANKS if arrays.sizes is None else _RANKS | {"codes": 4, "scales": 3}
     return by_example(lambda arrays: _forward(arrays, spec, config), arrays, ranks)
 
 
-def _forward(arrays: ScaledArrays, spec: ScaledSpec, config: ScaledTile) -> dict[str, Array]:
+def _forward(arrays: ScaledArrays, spec: ScaledSpec, config: ScaledTile) -> Named:
     batch, rows, features = arrays.x.shape
     if spec.turned[0]:
         rows, features = features, rows
@@ -134,8 +133,8 @@ def _codes_of(x: Array, turned: bool, blocks: bool) -> tuple[Array, Array]:
 
 
 def backward(
-    arrays: ScaledArrays, spec: ScaledSpec, config: ScaledTile, saved: Any, cotangents: dict[str, Array]
-) -> dict[str, Array]:
+    arrays: ScaledArrays, spec: ScaledSpec, config: ScaledTile, saved: Any, cotangents: Named
+) -> Named:
     """The gradient of the rows by XLA: a product without rounding, in their precision."""
     out, pull = jax.vjp(lambda x: xla.apply(arrays._replace(x=x), spec)["out"], arrays.x)
     return {"x": pull(cotangents["out"].astype(out.dtype))[0]}

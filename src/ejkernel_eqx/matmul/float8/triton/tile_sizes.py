@@ -4,7 +4,7 @@ import dataclasses
 
 from ....dispatch import DeviceFacts, Problem
 from ....launch import gluon_unavailable
-from ....launch.fields import Block, check_fields, Count, Programs, Warps
+from ....launch.fields import Block, Checked, Count, Programs, Warps
 from ....launch.sizes import cdiv, fitting
 from ..spec import GROUP
 
@@ -13,7 +13,7 @@ LEAST_ROWS = 129
 
 
 @dataclasses.dataclass(frozen=True)
-class ScaledTile:
+class ScaledTile(Checked):
     """Platform `"triton"`. A program multiplies `block_m` rows by `block_n` rows of the weight, 128 features at a time. `swizzle` tiles of rows
     that follow one another share rows of the weight in the cache.
 
@@ -26,8 +26,6 @@ class ScaledTile:
     num_stages: Count
     swizzle: Count = 8
     hopper_programs: Programs = 0
-
-    __post_init__ = check_fields
 
 
 SMALLEST = ScaledTile(16, 32, 4, 2)

@@ -2,13 +2,12 @@
 
 import dataclasses
 
-from jax import Array
-
+from ....core import Named
 from ....core.by_example import by_example, gradients_by
 from ....core.platforms import Interpreted, kernels_unavailable
 from ....dispatch import DeviceFacts, FORWARD, Problem
 from ....launch import Launcher, result_like
-from ....launch.fields import check_fields, Power, Warps
+from ....launch.fields import Checked, Power, Warps
 from ....launch.sizes import cdiv, padded
 from .. import xla
 from ..spec import HeadsArrays, HeadsSpec
@@ -20,13 +19,11 @@ MAX_FEATURES = 1024
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadsTile:
+class HeadsTile(Checked):
     """A program rotates `block_h` heads of a token."""
 
     block_h: Power
     num_warps: Warps
-
-    __post_init__ = check_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,14 +54,12 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     return list(dict.fromkeys(TritonConfig(HeadsTile(min(h, most), warps)) for h, warps in sizes))
 
 
-def forward(
-    arrays: HeadsArrays, spec: HeadsSpec, config: TritonConfig, *, save: bool = True
-) -> dict[str, Array]:
+def forward(arrays: HeadsArrays, spec: HeadsSpec, config: TritonConfig, *, save: bool = True) -> Named:
     """Rotated queries and keys. The backward needs the arguments only."""
     return by_example(lambda arrays: _forward(arrays, spec, config), arrays, {"q_norm": 1, "k_norm": 1})
 
 
-def _forward(arrays: HeadsArrays, spec: HeadsSpec, config: TritonConfig) -> dict[str, Array]:
+def _forward(arrays: HeadsArrays, spec: HeadsSpec, config: TritonConfig) -> Named:
     (batch, tokens, queries, features), keys, pairs = arrays.q.shape, arrays.k.shape[-2], arrays.cos.shape[-1]
     numbers = {
         "T": batch * tokens,
