@@ -175,6 +175,20 @@ def test_numbers_of_one_device(kind, sizes, mixers, mlp, options):
     agree(over(model, sizes, kind, **rows), alone(mixers, mlp, **rows))
 
 
+@pytest.mark.parametrize(
+    "axis, sizes, mixers",
+    [
+        ("sequence", {"data": 2, "sequence": 1}, (GLA,)),
+        pytest.param(None, {"data": 2, "sequence": 2}, ("mamba1", DELTA, SPARSE), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_segment_ids_that_lie_as_their_tokens(axis, sizes, mixers):
+    """Over an axis of one device, and for layers that gather tokens."""
+    model = model_of(mixers, platform="xla", sequence_axis=axis)
+    agree(over(model, sizes, segment_ids=PACKED), alone(mixers, segment_ids=PACKED))
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "platform, mixers",
