@@ -75,6 +75,11 @@ def test_rows_that_are_not_split(sizes):
         ({"data": 4}, "mlp.up_proj", (1, 30, 64), P()),
         ({"data": 3, "tensor": 2}, "mlp.up_proj", (1, 64, 32), P(None, "tensor", None)),
         ({"tensor": 2}, "mixer_norm", (1, 32), P()),
+        # Experts over the rows' devices; three are too few for them.
+        ({"data": 2, "sequence": 2, "tensor": 2}, ".mlp.experts.up_proj", (1, 4, 32, 16), P(None, "data", ("tensor", "sequence"), None)),
+        ({"data": 2, "tensor": 2}, ".mlp.experts.down_proj", (1, 4, 16, 32), P(None, "data", None, "tensor")),
+        ({"data": 2, "tensor": 2}, ".mlp.experts.gate_proj", (1, 3, 32, 16), P(None, None, ("tensor", "data"), None)),
+        ({"data": 2}, ".mlp.experts.up_proj_bias", (2, 4, 32), P()),
         # What Gemma 4 and Zamba2 have besides.
         ({"data": 2, "tensor": 2}, ".layer_embedding.embed_tokens_per_layer", (48, 64), P("tensor", "data")),
         ({"data": 2}, "per_layer_projection", (1, 32, 8), P(None, None, "data")),
@@ -94,6 +99,19 @@ def test_other_axes_are_named():
         ValueError, match=r"mesh: expected .* with axes of data, sequence, tensor, received \('rows',\)"
     ):
         models.place({"x": jnp.ones((2, 2))}, decoder(), other)
+
+
+@pytest.mark.parametrize("axis", ["data", "sequence"])
+def test_automatic_axes_that_split_weights_are_refused(axis):
+    """The compiler would split heads by part of such an axis, which ends in an error of its own, or gather tokens."""
+    kinds, devices = (jax.sharding.AxisType.Auto,), jax.devices()[:2]
+    over = lambda name, count: jax.make_mesh((count,), (name,), kinds, devices=devices[:count])
+    with pytest.raises(
+        ValueError, match=rf"mesh: expected explicit axes .* received the automatic axes \['{axis}'\]"
+    ):
+        models.place(decoder(), decoder(), over(axis, 2))
+    for fine in (over(axis, 1), over("tensor", 2)):
+        models.place(decoder(), decoder(), fine)
 
 
 def test_options_of_the_compiler():

@@ -153,6 +153,7 @@ NUMBERS: list[tuple[str, dict[str, int], tuple[str, ...], Any, dict[str, Any]]] 
     ("explicit", {"tensor": 2}, (DELTA, KDA), None, OPAQUE),
     ("explicit", {"sequence": 2, "tensor": 2}, (LATENT, SPARSE), None, OPAQUE),
     ("explicit", {"data": 2, "sequence": 4}, (LATENT, SPARSE), EXPERTS, XLA),
+    ("explicit", {"data": 8}, ("attention",), EXPERTS, XLA),  # fewer than devices
     ("explicit", {"data": 2, "sequence": 2}, ("mamba1", GLA), None, OPAQUE | {"remat": "kernels"}),
     ("explicit", {"data": 2, "sequence": 2, "tensor": 2}, ("attention",), EXPERTS, OPAQUE),
     (AUTOMATIC, {"data": 2, "sequence": 2}, ("attention", "mamba2"), None, XLA | LOOP),

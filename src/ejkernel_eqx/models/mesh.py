@@ -68,19 +68,33 @@ def partition_spec(path: str, leaf: Any, model: Decoder, mesh: Mesh) -> P:
     - `model`, `mesh`: as in `place`.
     """
     sizes = _sizes(mesh)
+    if left := [name for name in (DATA, SEQUENCE) if name in mesh.auto_axes and sizes[name] > 1]:
+        raise ValueError(
+            f"mesh: expected explicit axes of rows and tokens, received the automatic axes {left}, on which the compiler would split features by "
+            "them, too, and gather tokens; make the mesh with axis_types=jax.sharding.AxisType.Explicit, or leave the weights whole by "
+            "jax.device_put."
+        )
     if leaf.ndim < 2:
         return P()
-    rows, columns = _axes(path, model, sizes)
+    axes = _axes(path, model, sizes)
+    entries: list[Any] = [None] * leaf.ndim
+    if is_expert := re.search(r"\.experts\.(gate|up|down)_proj$", path):
+        # Experts lie over the devices of the rows, to which tokens travel. If there are too few of them, their hidden features do.
+        entries[-3] = _entry((DATA,), leaf.shape[-3], sizes)
+        hidden = TENSOR, SEQUENCE, *(() if entries[-3] else (DATA,))
+        axes = ((), hidden) if is_expert[1] == "down" else (hidden, ())
+    for at, own in zip((-2, -1), axes, strict=True):
+        entries[at] = _entry(own, leaf.shape[at], sizes)
+    return P(*entries) if any(entries) else P()
 
-    def entry(axes: tuple[str, ...], size: int) -> Any:
-        names: list[str] = []
-        for name in axes:
-            if name in sizes and size % math.prod(sizes[other] for other in (*names, name)) == 0:
-                names.append(name)
-        return tuple(names) if len(names) > 1 else names[0] if names else None
 
-    entries = entry(rows, leaf.shape[-2]), entry(columns, leaf.shape[-1])
-    return P() if entries == (None, None) else P(*(None,) * (leaf.ndim - 2), *entries)
+def _entry(axes: tuple[str, ...], size: int, sizes: Mapping[str, int]) -> Any:
+    """Those of the axes, in order, whose devices together divide a size."""
+    names: list[str] = []
+    for name in axes:
+        if name in sizes and size % math.prod(sizes[other] for other in (*names, name)) == 0:
+            names.append(name)
+    return tuple(names) if len(names) > 1 else names[0] if names else None
 
 
 def _axes(path: str, model: Decoder, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -123,8 +137,8 @@ def place(tree: Any, model: Decoder, mesh: Mesh) -> Any:
 
     The axis `data` splits the rows of a batch, and `sequence` their tokens. Both together also split every matrix. The parts of a matrix are gathered
     where it is multiplied (fully sharded data parallelism). The axis `tensor` splits the heads of attention, the hidden features of MLPs and the
-    vocabulary. If the devices of an axis do not divide an array, it is not split by that axis. Vectors, experts and the heads of
-    shared blocks (Zamba2) are never split.
+    vocabulary. Experts lie over `data`, to whose devices tokens travel; `tensor` and `sequence` split their hidden features. If the devices of
+    an axis do not divide an array, it is not split by that axis. Vectors, quantised experts and the heads of shared blocks (Zamba2) are never split.
 
     ```python
     mesh = jax.make_mesh((2, 2), ("data", "tensor"))  # explicit axes
@@ -139,11 +153,11 @@ def place(tree: Any, model: Decoder, mesh: Mesh) -> Any:
     - `tree`: the model, or the optimiser state. Leaves that are no arrays stay as they are. A `jax.ShapeDtypeStruct` gets the sharding, as
         [`ejkernel_eqx.load`][] reads it from `like`.
     - `model`: the [`Decoder`][ejkernel_eqx.models.Decoder]. If `sequence` has several devices, build it with `sequence_axis="sequence"`.
-    - `mesh`: a mesh with some of the axes `data`, `sequence` and `tensor`.
+    - `mesh`: a mesh with some of the axes `data`, `sequence` and `tensor`, explicit as `jax.make_mesh` makes them.
 
     **Returns:** the tree with its arrays on the mesh.
 
-    **Raises:** `ValueError` for a mesh with other axes.
+    **Raises:** `ValueError` for a mesh with other axes, and if the devices of `data` or `sequence` are several on an automatic axis.
     """
 
     def put(path: Any, leaf: Any) -> Any:
