@@ -284,7 +284,7 @@ def step_of(step: Step, variant: str, options: argparse.Namespace) -> tuple[Call
 
 def measure_step(name: str, step: Step, options: argparse.Namespace) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    halves = () if step.axis == meshes.DATA else ("halves",)
+    halves = () if step.axis == meshes.DATA or step.rows == 1 else ("halves",)
     for variant in ("one device", "explicit", *halves, "xla"):
         row: dict[str, Any] = {"problem": name, "direction": "step", "variant": variant}
         rows.append(row)
@@ -320,8 +320,10 @@ def measure_step(name: str, step: Step, options: argparse.Namespace) -> list[dic
 # Both
 
 
+_ALONE = r"replica_groups=(?:\{\{\d+\}[,}]|\[\d+,1\])"
+"""Groups of one device, over an axis of one device: nothing is sent."""
 _SENDS = "all-gather|all-to-all|all-reduce|reduce-scatter|collective-permute|ragged-all-to-all"
-_COLLECTIVE = re.compile(rf"= (.*?) ({_SENDS})(-start)?\(")
+_COLLECTIVE = re.compile(rf"= (.*?) ({_SENDS})(-start)?\((?!.*{_ALONE})")
 _SHAPE = re.compile(r"(\w+?)(\d+)\w*\[([\d,]+)\]")
 _WITH_OPERANDS = ("all-gather", "collective-permute")
 """What begins returns its operands, too, before the results."""
