@@ -127,7 +127,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--variants: expected some of {', '.join(VARIANTS)}, received {', '.join(unknown)}")
     options.check = 1024
     if options.quick:
-        options.tokens, options.heads, options.kv_heads, options.head_dim = "256", 4, 4, 16
+        heads = max(4, options.devices)
+        options.tokens, options.heads, options.kv_heads, options.head_dim = "256", heads, heads, 16
         options.dtype, options.samples, options.calls, options.check = "float32", 1, 1, 64
     if not 2 <= options.devices <= jax.device_count():
         parser.error(

@@ -11,6 +11,7 @@ from ejkernel_eqx import models
 from ejkernel_eqx.models import mesh
 from tests.models.cases import tokens
 from tests.models.test_published import folder_of
+from tests.models.test_split_tokens import MIXERS, model_of
 from tests.tolerances import assert_close
 
 ATTENTION = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
@@ -91,6 +92,25 @@ def test_how_an_array_is_split(sizes, path, shape, spec):
     name = path if path.startswith(".") else f".stacks[0][0].{path}.weight"
     found = models.partition_spec(name, leaf, decoder(), mesh_of(**sizes))
     assert tuple(found) == tuple(spec)
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_no_matrix_of_a_mixer_is_whole(mixer):
+    """Of linear layers, by every name that mixers give them. Those of a low rank may be, which are not worth a collective."""
+    model, over = eqx.filter_eval_shape(model_of, (mixer,)), mesh_of(data=4)
+    is_linear = lambda node: isinstance(node, eqx.nn.Linear)
+    found = jax.tree_util.tree_leaves_with_path(model.stacks[0][0].mixer, is_leaf=is_linear)
+    names = {jax.tree_util.keystr(path): node.weight for path, node in found if is_linear(node)}
+    spec = lambda name, leaf: models.partition_spec(f".stacks[0][0].mixer{name}.weight", leaf, model, over)
+    assert names and not [
+        name for name, weight in names.items() if "data" not in spec(name, weight) and weight.size >= 32 * 32
+    ]
+
+
+def test_updates_lie_as_the_weights_beside_them():
+    leaf, over = jax.ShapeDtypeStruct((1, 4, 32), jnp.float32), mesh_of(data=2)
+    of = lambda end: models.partition_spec(f".stacks[0][0].mixer.in_proj_qkvz.{end}", leaf, decoder(), over)
+    assert of("a") == of("base.weight") == of("weight") == P(None, None, "data") and of("b") == P()
 
 
 def test_other_axes_are_named():

@@ -21,13 +21,8 @@ MESH_AXES = ("data", "sequence", "tensor")
 DATA, SEQUENCE, TENSOR = MESH_AXES
 _TABLES = (".embedding", ".embed_tokens_per_layer", ".head.weight")
 _ROWS = ("gate_proj.weight", "up_proj.weight")
-_COLUMNS = (
-    "_proj.weight",
-    "_proj_with_mqa.weight",
-    "_projection.weight",
-    ".per_layer_input_gate.weight",
-    ".linear.weight",
-)
+_PROJECTION = r"_proj(?:_with_mqa|_qkvz)?"
+_COLUMNS = re.compile(rf"({_PROJECTION}|_projection|\.per_layer_input_gate|\.output_gate|\.linear)\.weight$")
 
 
 # Queries and keys are not computed by one product, whose gradient would first write both next to each other.
@@ -101,7 +96,7 @@ def _axes(path: str, model: Decoder, sizes: Mapping[str, int]) -> tuple[tuple[st
     """The axes that split the rows and the columns of a matrix. Rows are gathered without a copy in another order."""
     whole, fully, tensor = (), (DATA, SEQUENCE), (TENSOR,)
     both = (*tensor, *fully)
-    if update := re.fullmatch(r"(.*_proj)\.(a|b|base\.weight)", path):  # of a LoRA
+    if update := re.fullmatch(rf"(.*{_PROJECTION})\.(a|b|base\.weight)", path):  # of a LoRA
         rows, columns = _axes(f"{update[1]}.weight", model, sizes)
         return whole if update[2] == "a" else rows, whole if update[2] == "b" else columns
     if path.endswith(_TABLES):
@@ -110,7 +105,7 @@ def _axes(path: str, model: Decoder, sizes: Mapping[str, int]) -> tuple[tuple[st
         return both, whole
     if path.endswith("down_proj.weight"):
         return fully, tensor
-    if not path.endswith(_COLUMNS):
+    if not _COLUMNS.search(path):
         return whole, whole
     if heads := re.search(r"\.stacks\[(\d+)\]\[(\d+)\]\.mixer\.([qkvo])_proj\.weight$", path):
         mixer = model.stacks[int(heads[1])][int(heads[2])].mixer
