@@ -121,19 +121,6 @@ def test_other_axes_are_named():
         models.place({"x": jnp.ones((2, 2))}, decoder(), other)
 
 
-@pytest.mark.parametrize("axis", ["data", "sequence"])
-def test_automatic_axes_that_split_weights_are_refused(axis):
-    """The compiler would split heads by part of such an axis, which ends in an error of its own, or gather tokens."""
-    kinds, devices = (jax.sharding.AxisType.Auto,), jax.devices()[:2]
-    over = lambda name, count: jax.make_mesh((count,), (name,), kinds, devices=devices[:count])
-    with pytest.raises(
-        ValueError, match=rf"mesh: expected explicit axes .* received the automatic axes \['{axis}'\]"
-    ):
-        models.place(decoder(), decoder(), over(axis, 2))
-    for fine in (over(axis, 1), over("tensor", 2)):
-        models.place(decoder(), decoder(), fine)
-
-
 def test_options_of_the_compiler():
     """XLA checks the names on every platform. One device of a CPU needs none."""
     assert models.compiler_options() == models.compiler_options(mesh_of(data=2)) == {}

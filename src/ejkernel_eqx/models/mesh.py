@@ -63,12 +63,6 @@ def partition_spec(path: str, leaf: Any, model: Decoder, mesh: Mesh) -> P:
     - `model`, `mesh`: as in `place`.
     """
     sizes = _sizes(mesh)
-    if left := [name for name in (DATA, SEQUENCE) if name in mesh.auto_axes and sizes[name] > 1]:
-        raise ValueError(
-            f"mesh: expected explicit axes of rows and tokens, received the automatic axes {left}, on which the compiler would split features by "
-            "them, too, and gather tokens; make the mesh with axis_types=jax.sharding.AxisType.Explicit, or leave the weights whole by "
-            "jax.device_put."
-        )
     if leaf.ndim < 2:
         return P()
     axes = _axes(path, model, sizes)
@@ -148,11 +142,12 @@ def place(tree: Any, model: Decoder, mesh: Mesh) -> Any:
     - `tree`: the model, or the optimiser state. Leaves that are no arrays stay as they are. A `jax.ShapeDtypeStruct` gets the sharding, as
         [`ejkernel_eqx.load`][] reads it from `like`.
     - `model`: the [`Decoder`][ejkernel_eqx.models.Decoder]. If `sequence` has several devices, build it with `sequence_axis="sequence"`.
-    - `mesh`: a mesh with some of the axes `data`, `sequence` and `tensor`, explicit as `jax.make_mesh` makes them.
+    - `mesh`: a mesh with some of the axes `data`, `sequence` and `tensor`. On one with automatic axes, use `tensor` alone, or as
+        many heads as devices: the compiler splits features, too.
 
     **Returns:** the tree with its arrays on the mesh.
 
-    **Raises:** `ValueError` for a mesh with other axes, and if the devices of `data` or `sequence` are several on an automatic axis.
+    **Raises:** `ValueError` for a mesh with other axes.
     """
 
     def put(path: Any, leaf: Any) -> Any:
