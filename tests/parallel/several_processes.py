@@ -73,7 +73,7 @@ def train(folder: pathlib.Path) -> list[np.ndarray]:
 
 def main(port: str, rank: int, count: int, folder: pathlib.Path) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    limits = {"heartbeat_timeout_seconds": 10, "shutdown_timeout_seconds": 5}
+    limits: Any = {"heartbeat_timeout_seconds": 10, "shutdown_timeout_seconds": 5}
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=count, process_id=rank, **limits)
     mesh = jax.make_mesh((4,), (AXIS,))  # explicit
     values = of_model(mesh)
