@@ -2,15 +2,18 @@
 
     python -m benchmarks devices --parts experts --json experts.json    # needs two GPUs or more
     python -m benchmarks devices --parts train --only 'data; tensor'    # some of the training steps
+    python -m benchmarks devices --devices 8 --parts train --only 'data and tensor' --json devices_h200_x8_data_and_tensor.json
     XLA_FLAGS=--xla_force_host_platform_device_count=4 python -m benchmarks devices --quick
 
 `experts`: the layer `MixtureOfExperts` with tokens and experts over the same axis of an explicit mesh, forward and with all gradients. `speedup`
 is the time of one device with all tokens over this one's.
 
 `train`: a step of a decoder with AdamW, its weights split over all devices. `data` has as many rows on each device as one device has alone,
-`tensor` and `sequence` the same rows in all. `experts` is a decoder with experts, which lie over the axis of the rows. `speedup` is the tokens a
-second over those of one device. `halves`, over `tensor` and `sequence`, is the mean of the losses of two halves of the rows: the products of
-one run beside the collectives of the other. `xla` is the same model on an automatic mesh with XLA's attention: what plain `jit` makes of it.
+`tensor` and `sequence` the same rows in all. `data and tensor` and `data and sequence`, for four devices and more, have two devices along `data`,
+each with the rows of one device alone. `experts` is a decoder with experts, which lie over the axis of the rows. `speedup` is the tokens a second
+over those of one device; `wanted` is what two devices should have, or part of the number of more. `halves`, over `tensor` and `sequence`, is the
+mean of the losses of two halves of the rows: the products of one run beside the collectives of the other. `xla` is the same model on an automatic
+mesh with XLA's attention: what plain `jit` makes of it.
 
 Programs are compiled with `ejkernel_eqx.models.compiler_options`; `--compiler` sets others, or these to other values.
 
@@ -35,7 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ejkernel_eqx as ejx
@@ -57,11 +60,13 @@ class Experts:
     tokens: int
     wanted: tuple[float, float]
     """Speed of two GPUs over one, forward and with gradients."""
+    share: float | None = None
+    """Of the number of more GPUs, the speed of so many over one."""
 
 
 EXPERTS = {
     "64 experts, 32k": Experts(2048, 1408, 64, 6, 32768, (1.5, 1.6)),
-    "64 experts, 128k": Experts(2048, 1408, 64, 6, 131072, (1.5, 1.6)),
+    "64 experts, 128k": Experts(2048, 1408, 64, 6, 131072, (1.5, 1.6), share=0.7),
     "Mixtral, 32k": Experts(4096, 14336, 8, 2, 32768, (1.7, 1.75)),
 }
 QUICK_EXPERTS = {"8 experts": Experts(32, 48, 8, 2, 64, (1.0, 1.0))}
@@ -74,19 +79,31 @@ class Step:
     rows: int
     """Of one device alone."""
     tokens: int
-    wanted: float
+    wanted: float | None = None
+    """Speed of two GPUs over one."""
+    share: float | None = None
+    """Of the number of more GPUs, the speed of so many over one."""
+    data: int = 1
+    """Devices along `data` beside those of another axis."""
     experts: bool = False
     layers: int = 28
 
+    def sizes(self, devices: int) -> dict[str, int]:
+        """The axes of a mesh of so many devices."""
+        sizes = dict.fromkeys(meshes.MESH_AXES, 1) | {meshes.DATA: self.data}
+        return sizes | {self.axis: devices // self.data}
+
     def rows_on(self, devices: int) -> int:
-        return self.rows * devices if self.axis == meshes.DATA else self.rows
+        return self.rows * self.sizes(devices)[meshes.DATA]
 
 
 STEPS = {
-    "data": Step(meshes.DATA, 8, 2048, 1.9),
+    "data": Step(meshes.DATA, 8, 2048, 1.9, share=0.94),
     "tensor": Step(meshes.TENSOR, 8, 2048, 1.5),
     "tensor, long": Step(meshes.TENSOR, 8, 8192, 1.6),
     "sequence": Step(meshes.SEQUENCE, 2, 16384, 1.75),
+    "data and tensor": Step(meshes.TENSOR, 8, 2048, share=0.75, data=2),
+    "data and sequence": Step(meshes.SEQUENCE, 1, 32768, share=0.75, data=2),
     # A layer with experts is four times as long a program, which XLA takes a minute and more to compile for 28 of them.
     "experts": Step(meshes.DATA, 8, 2048, 1.7, experts=True, layers=8),
 }
@@ -169,7 +186,8 @@ def measure_experts(name: str, problem: Experts, options: argparse.Namespace) ->
                 continue
             text = call.lower(arrays, x, dy).compile().as_text()
             row |= {"sent_gb": sent_bytes(text) / 1e9} | times_of(run, options)
-            _compare(rows, row, row["ms"], problem.wanted[direction == "with gradients"])
+            of_two = problem.wanted[direction == "with gradients"]
+            _compare(rows, row, row["ms"], of_two if options.devices == 2 else _part(problem.share, options))
             print(f"{name}, {direction}, {row['variant']}: {row['ms']:.2f} ms", flush=True)
     return rows
 
@@ -196,21 +214,6 @@ def config_of(step: Step, sizes: dict[str, int]) -> DecoderConfig:
     return DecoderConfig(_VOCABULARY, width, layers)
 
 
-def placed(tree: Any, model: Decoder, mesh: Any) -> Any:
-    """As `ejx.models.place` places a model and the state of its optimiser; experts lie over the axis of rows."""
-
-    def put(path: Any, leaf: Any) -> Any:
-        if not eqx.is_array(leaf):
-            return leaf
-        name = jax.tree_util.keystr(path)
-        spec = meshes.partition_spec(name, leaf, model, mesh)
-        if ".experts." in name and leaf.ndim >= 3:
-            spec = P(*(None,) * (leaf.ndim - 3), EXPERT, None, None)
-        return jax.device_put(leaf, NamedSharding(mesh, spec))
-
-    return jax.tree_util.tree_map_with_path(put, tree)
-
-
 def cast(model: Decoder, dtype: str) -> Decoder:
     """The model in the dtype of the computation; weights and the optimiser's state stay in float32."""
     narrow = lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x
@@ -220,11 +223,11 @@ def cast(model: Decoder, dtype: str) -> Decoder:
 def step_of(step: Step, variant: str, options: argparse.Namespace) -> tuple[Callable[[], Any], Any, int]:
     """A call that takes a training step and returns loss and gradient norm, the compiled program, and the tokens of a step."""
     sizes = _QUICK_SIZES | {"num_layers": 2} if options.quick else _SIZES
-    split = {step.axis: options.devices} if variant != "one device" else {}
+    split = step.sizes(options.devices) if variant != "one device" else {}
     rows = step.rows_on(options.devices) if split else step.rows
     tokens = 64 if options.quick else step.tokens
     given: dict[str, Any] = {"platform": "xla"} if variant == "xla" else {}
-    if meshes.SEQUENCE in split and variant != "xla":
+    if step.axis == meshes.SEQUENCE and variant in ("explicit", "halves"):
         given |= {"sequence_axis": meshes.SEQUENCE}
     model = Decoder(config_of(step, sizes), **given, key=jax.random.key(0))
     optimiser = optax.adamw(1e-4, b2=0.98, weight_decay=0.01)
@@ -233,15 +236,17 @@ def step_of(step: Step, variant: str, options: argparse.Namespace) -> tuple[Call
     state, inputs = (arrays, optimiser.init(arrays)), (jnp.asarray(batch[:, :-1]), jnp.asarray(batch[:, 1:]))
     mesh = None
     if split:
-        shape = {axis: split.get(axis, 1) for axis in meshes.MESH_AXES}
-        kind = AxisType.Auto if variant == "xla" else AxisType.Explicit
         mesh = jax.make_mesh(
-            tuple(shape.values()),
-            tuple(shape),
-            axis_types=(kind,) * len(shape),
+            tuple(split.values()),
+            tuple(split),
+            axis_types=(AxisType.Explicit,) * len(split),
             devices=jax.devices()[: options.devices],
         )
-        state, inputs = placed(state, model, mesh), meshes.place_tokens(batch, mesh)
+        state = meshes.place(state, model, mesh)
+        if variant == "xla":
+            mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(split))
+            state = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, x.sharding.spec)), state)
+        inputs = meshes.place_tokens(batch, mesh)
         if variant == "halves":
             inputs = meshes.place_tokens(batch.reshape(2, rows // 2, tokens + 1), mesh)
 
@@ -279,7 +284,7 @@ def step_of(step: Step, variant: str, options: argparse.Namespace) -> tuple[Call
 
 def measure_step(name: str, step: Step, options: argparse.Namespace) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    halves = () if step.axis == meshes.DATA else ("halves",)
+    halves = () if step.axis == meshes.DATA or step.rows == 1 else ("halves",)
     for variant in ("one device", "explicit", *halves, "xla"):
         row: dict[str, Any] = {"problem": name, "direction": "step", "variant": variant}
         rows.append(row)
@@ -290,7 +295,8 @@ def measure_step(name: str, step: Step, options: argparse.Namespace) -> list[dic
             memory, sent = report.bytes_of(program.memory_analysis()), sent_bytes(program.as_text()) / 1e9
             with processes.held():
                 row["first_loss"], row["gradient_norm"] = map(float, call())
-                alike = rows if step.axis != meshes.DATA else rows[1:]  # with more rows than one device
+                same = step.rows_on(options.devices) == step.rows  # as one device
+                alike = rows if same else rows[1:]
                 if row in alike:
                     row["error"] = abs(row["gradient_norm"] / alike[0].get("gradient_norm", math.nan) - 1)
                     if not row["error"] <= _ALLOWED:
@@ -305,7 +311,8 @@ def measure_step(name: str, step: Step, options: argparse.Namespace) -> list[dic
             print(f"{name}, {variant}: {row['reason']}", flush=True)
             continue
         row["tokens_per_second"] = 1e3 * tokens / row["ms"]
-        _compare(rows, row, 1 / row["tokens_per_second"], step.wanted)
+        wanted = step.wanted if options.devices == 2 else _part(step.share, options)
+        _compare(rows, row, 1 / row["tokens_per_second"], wanted)
         print(f"{name}, {variant}: {row['ms']:.2f} ms", flush=True)
     return rows
 
@@ -313,8 +320,10 @@ def measure_step(name: str, step: Step, options: argparse.Namespace) -> list[dic
 # Both
 
 
+_ALONE = r"replica_groups=(?:\{\{\d+\}[,}]|\[\d+,1\])"
+"""Groups of one device, over an axis of one device: nothing is sent."""
 _SENDS = "all-gather|all-to-all|all-reduce|reduce-scatter|collective-permute|ragged-all-to-all"
-_COLLECTIVE = re.compile(rf"= (.*?) ({_SENDS})(-start)?\(")
+_COLLECTIVE = re.compile(rf"= (.*?) ({_SENDS})(-start)?\((?!.*{_ALONE})")
 _SHAPE = re.compile(r"(\w+?)(\d+)\w*\[([\d,]+)\]")
 _WITH_OPERANDS = ("all-gather", "collective-permute")
 """What begins returns its operands, too, before the results."""
@@ -337,7 +346,11 @@ def times_of(call: Callable[[], Any], options: argparse.Namespace) -> dict[str, 
     return report.times_of(samples)
 
 
-def _compare(rows: Sequence[dict[str, Any]], row: dict[str, Any], cost: float, wanted: float) -> None:
+def _part(share: float | None, options: argparse.Namespace) -> float | None:
+    return None if share is None else share * options.devices
+
+
+def _compare(rows: Sequence[dict[str, Any]], row: dict[str, Any], cost: float, wanted: float | None) -> None:
     """Adds how many times as fast as one device a variant is, by the time of the same work."""
     row["cost"] = cost
     alone = next(r for r in rows if r["direction"] == row["direction"] and r["variant"] == "one device")
@@ -351,6 +364,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.parts = options.parts.split(",")
     if unknown := sorted(set(options.parts) - set(PARTS)):
         parser.error(f"--parts: expected some of {', '.join(PARTS)}, received {', '.join(unknown)}")
+    asked = options.only
     options.only = (
         [name.strip() for name in options.only.split(";")]
         if options.only
@@ -364,6 +378,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(
             f"--devices: expected 2 to the {jax.device_count()} that JAX sees, received {options.devices}"
         )
+    few = [name for name in options.only if name in STEPS and options.devices < 2 * STEPS[name].data]
+    if few and asked:
+        least = 2 * STEPS[few[0]].data
+        parser.error(f"--devices: expected {least} or more for {few[0]!r}, received {options.devices}")
+    options.only = [name for name in options.only if name not in few]
     if options.quick:
         options.dtype, options.samples, options.calls = "float32", 1, 1
     options.compiler = dict(entry.split("=", 1) for entry in options.compiler.split(",") if entry)

@@ -16,10 +16,24 @@ def test_quick(part, tmp_path):
     rows = json.loads(path.read_text())["rows"]
     assert not [row for row in rows if "reason" in row]
     split = [row for row in rows if row["variant"] != "one device"]
-    of_steps = sum(2 if step.axis == devices.EXPERT else 3 for step in devices.STEPS.values())
+    of_two = [step for step in devices.STEPS.values() if step.data == 1]
+    of_steps = sum(2 if step.axis == devices.EXPERT else 3 for step in of_two)
     assert len(split) == (2 if part == "experts" else of_steps)
     for row in split:
         assert row["speedup"] > 0 and row["sent_gb"] > 0 and row["error"] <= 1e-5, row
+
+
+def test_what_more_than_two_devices_should_reach(tmp_path):
+    """Two along the axis of the rows, and a part of the number of all."""
+    path, name = tmp_path / "json", "data and sequence"
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # for optax
+        options = ["--quick", "--devices", "4", "--parts", "train", "--only", name]
+        assert devices.main([*options, "--json", str(path)]) == 0
+    alone, *split = json.loads(path.read_text())["rows"]
+    assert {row["variant"]: row["wanted"] for row in split} == dict.fromkeys(("explicit", "xla"), 3)
+    assert "wanted" not in alone and not [row for row in split if "reason" in row]
+    with pytest.raises(SystemExit):
+        devices.parse(["--devices", "2", "--only", name])
 
 
 def test_a_wrong_result_is_not_timed(monkeypatch, tmp_path):
@@ -40,6 +54,9 @@ def test_bytes_of_collectives():
   %c = (bf16[1,1024]{1,0}, bf16[2,1024]{1,0}) all-gather-start(%x), dimensions={0}
   %d = ((f32[4]{0}, f32[2]{0}), (f32[8]{0}, f32[4]{0})) all-gather-start(%y, %z), dimensions={0}
   %e = (f32[8]{0}, f32[4]{0}) all-reduce-start(%y, %z), to_apply=%add
-  ROOT %f = f32[16]{0} add(%a, %b)
+  %f = f32[64]{0} all-reduce(%a), replica_groups={{0},{1}}, to_apply=%add
+  %g = f32[64]{0} all-reduce(%a), replica_groups=[8,1]<=[8], to_apply=%add
+  %h = bf16[8]{0} all-reduce(%a), replica_groups={{0,1},{2,3}}, to_apply=%add
+  ROOT %i = f32[16]{0} add(%a, %b)
 """
-    assert devices.sent_bytes(text) == 2 * 2 * 2 * 1024 + 4 * (8 + 8) + 4 * (8 + 4) * 2
+    assert devices.sent_bytes(text) == 2 * 2 * 2 * 1024 + 4 * (8 + 8) + 4 * (8 + 4) * 2 + 2 * 8

@@ -49,3 +49,18 @@ def test_goals_are_judged_on_two_gpus():
     assert long["met"] is True and long["by"] == "zigzag" and long["found"] == 1.9
     assert short["met"] is False and short["by"] == "all_to_all"
     assert memory["met"] is False and memory["found"] == 1.2
+
+
+def test_goals_of_eight_gpus():
+    options = ring.parse(["--devices", "8"])
+    assert options.tokens == [65536, 131072]
+    rows = [
+        {"variant": name, "tokens": tokens, "speedup": speedup, "memory_bytes": memory}
+        for name, tokens, speedup, memory in (
+            *(("flash", 65536, 1.0, 100), ("flash", 131072, 1.0, 200)),
+            *(("zigzag", 131072, 7.1, 30), ("zigzag", 524288, 0.0, 105)),
+        )
+    ]
+    speed, memory = ring.goals(rows, options, on_gpus=True)
+    assert speed["met"] is True and speed["wanted"] == pytest.approx(0.88 * 8)
+    assert memory["met"] is True and memory["goal"].startswith("524288 tokens on 8 devices")

@@ -1,4 +1,4 @@
-"""Models over two GPUs, on explicit meshes whose other axes have one device, against the same model on one.
+"""Models over two GPUs and more, on explicit meshes whose other axes have one device, against the same model on one.
 
 python -m pytest tests/gpu/test_mesh_gpu.py -n 0
 """
@@ -28,15 +28,21 @@ MODELS: dict[str, tuple[tuple[str, ...], Any]] = {
 }
 
 
-@pytest.mark.few(15)
-@pytest.mark.parametrize("split", ["data", "sequence", "tensor"])
+SPLITS = [{axis: 2} for axis in models.MESH_AXES]
+SPLITS += [{"data": 2, "tensor": 2}, {"data": 2, "sequence": 2}, {"data": 2, "sequence": 2, "tensor": 2}]
+
+
+@pytest.mark.few(30)
+@pytest.mark.parametrize("split", SPLITS, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_mesh_trains_as_one_gpu(name, split):
+    if (count := 2 ** len(split)) > jax.device_count():
+        pytest.skip(f"needs {count} GPUs")
     mixers, mlp = MODELS[name]
     axis = None if "latent_attention" in mixers else "sequence"  # it needs all tokens of a row
     model = model_of(mixers, mlp, sequence_axis=axis, scan_layers=True, platform="triton")
     with jax.default_matmul_precision("highest"):
-        result, _ = over(model, {split: 2})
+        result, _ = over(model, split)
         expected = alone(mixers, mlp)
     meshes.agree(result[0], expected[0])
     meshes.agree(result[1], expected[1], "gradient")

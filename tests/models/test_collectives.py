@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks import devices
 from ejkernel_eqx import models
 from tests import meshes
 
@@ -49,12 +48,12 @@ def test_rows_of_the_table():
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_what_one_more_layer_sends(row):
     sizes, mixer, mlp = ROWS[row]
-    mesh, place = mesh_of(sizes), models.place if mlp is None else devices.placed
+    mesh = mesh_of(sizes)
 
     def sent(layers: int) -> list[int]:
         model = model_of((mixer,) * layers, mlp, platform="xla", sequence_axis="sequence")
         gradient, arrays = gradient_of(model, models.split_cross_entropy)
-        lowered = gradient.lower(place(arrays, model, mesh), *models.place_tokens(batch(), mesh))
+        lowered = gradient.lower(models.place(arrays, model, mesh), *models.place_tokens(batch(), mesh))
         counts = meshes.collectives(lowered.compile())
         assert not set(counts) - set(KINDS)
         return [counts[kind] for kind in KINDS]

@@ -11,6 +11,7 @@ from ejkernel_eqx import models
 from ejkernel_eqx.models import mesh
 from tests.models.cases import tokens
 from tests.models.test_published import folder_of
+from tests.models.test_split_tokens import MIXERS, model_of
 from tests.tolerances import assert_close
 
 ATTENTION = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
@@ -75,6 +76,11 @@ def test_rows_that_are_not_split(sizes):
         ({"data": 4}, "mlp.up_proj", (1, 30, 64), P()),
         ({"data": 3, "tensor": 2}, "mlp.up_proj", (1, 64, 32), P(None, "tensor", None)),
         ({"tensor": 2}, "mixer_norm", (1, 32), P()),
+        # Experts over the rows' devices; three are too few for them.
+        ({"data": 2, "sequence": 2, "tensor": 2}, ".mlp.experts.up_proj", (1, 4, 32, 16), P(None, "data", ("tensor", "sequence"), None)),
+        ({"data": 2, "tensor": 2}, ".mlp.experts.down_proj", (1, 4, 16, 32), P(None, "data", None, "tensor")),
+        ({"data": 2, "tensor": 2}, ".mlp.experts.gate_proj", (1, 3, 32, 16), P(None, None, ("tensor", "data"), None)),
+        ({"data": 2}, ".mlp.experts.up_proj_bias", (2, 4, 32), P()),
         # What Gemma 4 and Zamba2 have besides.
         ({"data": 2, "tensor": 2}, ".layer_embedding.embed_tokens_per_layer", (48, 64), P("tensor", "data")),
         ({"data": 2}, "per_layer_projection", (1, 32, 8), P(None, None, "data")),
@@ -86,6 +92,25 @@ def test_how_an_array_is_split(sizes, path, shape, spec):
     name = path if path.startswith(".") else f".stacks[0][0].{path}.weight"
     found = models.partition_spec(name, leaf, decoder(), mesh_of(**sizes))
     assert tuple(found) == tuple(spec)
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_no_matrix_of_a_mixer_is_whole(mixer):
+    """Of linear layers, by every name that mixers give them. Those of a low rank may be, which are not worth a collective."""
+    model, over = eqx.filter_eval_shape(model_of, (mixer,)), mesh_of(data=4)
+    is_linear = lambda node: isinstance(node, eqx.nn.Linear)
+    found = jax.tree_util.tree_leaves_with_path(model.stacks[0][0].mixer, is_leaf=is_linear)
+    names = {jax.tree_util.keystr(path): node.weight for path, node in found if is_linear(node)}
+    spec = lambda name, leaf: models.partition_spec(f".stacks[0][0].mixer{name}.weight", leaf, model, over)
+    assert names and not [
+        name for name, weight in names.items() if "data" not in spec(name, weight) and weight.size >= 32 * 32
+    ]
+
+
+def test_updates_lie_as_the_weights_beside_them():
+    leaf, over = jax.ShapeDtypeStruct((1, 4, 32), jnp.float32), mesh_of(data=2)
+    of = lambda end: models.partition_spec(f".stacks[0][0].mixer.in_proj_qkvz.{end}", leaf, decoder(), over)
+    assert of("a") == of("base.weight") == of("weight") == P(None, None, "data") and of("b") == P()
 
 
 def test_other_axes_are_named():

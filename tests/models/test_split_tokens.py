@@ -36,7 +36,7 @@ MIXERS: dict[str, dict[str, Any]] = {
     "native_sparse_attention": {"num_heads": 4, "num_kv_heads": 2, "block_size": 8, "num_blocks": 2}
     | {"sliding_window": 8, "compression_size": 8, "compression_stride": 4},
 }
-EXPERTS = models.MoEConfig({"hidden_dim": 32, "num_experts": 4, "top_k": 2})
+EXPERTS, SIX = (models.MoEConfig({"hidden_dim": 32, "num_experts": count, "top_k": 2}) for count in (4, 6))
 
 
 def mesh_of(sizes: dict[str, int]) -> Mesh:
@@ -153,6 +153,7 @@ NUMBERS: list[tuple[str, dict[str, int], tuple[str, ...], Any, dict[str, Any]]] 
     ("explicit", {"tensor": 2}, (DELTA, KDA), None, OPAQUE),
     ("explicit", {"sequence": 2, "tensor": 2}, (LATENT, SPARSE), None, OPAQUE),
     ("explicit", {"data": 2, "sequence": 4}, (LATENT, SPARSE), EXPERTS, XLA),
+    ("explicit", {"data": 4}, ("attention",), SIX, XLA),
     ("explicit", {"data": 2, "sequence": 2}, ("mamba1", GLA), None, OPAQUE | {"remat": "kernels"}),
     ("explicit", {"data": 2, "sequence": 2, "tensor": 2}, ("attention",), EXPERTS, OPAQUE),
     (AUTOMATIC, {"data": 2, "sequence": 2}, ("attention", "mamba2"), None, XLA | LOOP),
@@ -173,6 +174,20 @@ def test_numbers_of_one_device(kind, sizes, mixers, mlp, options):
     rows: dict[str, Any] = {"segment_ids": PACKED} if len(sizes) == 3 else {}
     model = model_of(mixers, mlp, sequence_axis="sequence", **options)
     agree(over(model, sizes, kind, **rows), alone(mixers, mlp, **rows))
+
+
+@pytest.mark.parametrize(
+    "axis, sizes, mixers",
+    [
+        ("sequence", {"data": 2, "sequence": 1}, (GLA,)),
+        pytest.param(None, {"data": 2, "sequence": 2}, ("mamba1", DELTA, SPARSE), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_segment_ids_that_lie_as_their_tokens(axis, sizes, mixers):
+    """Over an axis of one device, and for layers that gather tokens."""
+    model = model_of(mixers, platform="xla", sequence_axis=axis)
+    agree(over(model, sizes, segment_ids=PACKED), alone(mixers, segment_ids=PACKED))
 
 
 @pytest.mark.few(1)
@@ -317,6 +332,16 @@ def test_tokens_are_sent_where_they_are_in_temporal_order(kind):
     assert np.array_equal(in_time, x) and np.array_equal(times, ids)
     assert all(np.array_equal(*pair) for pair in zip(back, stored, strict=True))
     assert set(meshes.collectives(compiled)) == (set() if kind == "replicated" else {"collective-permute"})
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("mixer", ["attention", LATENT])
+def test_a_model_of_split_tokens_generates(mixer):
+    prompts, options = [[1, 2, 3], [4]], {"max_new_tokens": 3, "stop_tokens": ()}
+    model, mesh = model_of((mixer,), platform="xla", sequence_axis="sequence"), mesh_of({"sequence": 2})
+    found = models.generate(models.place(model, model, mesh), prompts, **options)
+    expected = models.generate(model_of((mixer,), platform="xla"), prompts, **options)
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
 
 
 @pytest.mark.slow

@@ -21,13 +21,8 @@ MESH_AXES = ("data", "sequence", "tensor")
 DATA, SEQUENCE, TENSOR = MESH_AXES
 _TABLES = (".embedding", ".embed_tokens_per_layer", ".head.weight")
 _ROWS = ("gate_proj.weight", "up_proj.weight")
-_COLUMNS = (
-    "_proj.weight",
-    "_proj_with_mqa.weight",
-    "_projection.weight",
-    ".per_layer_input_gate.weight",
-    ".linear.weight",
-)
+_PROJECTION = r"_proj(?:_with_mqa|_qkvz)?"
+_COLUMNS = re.compile(rf"({_PROJECTION}|_projection|\.per_layer_input_gate|\.output_gate|\.linear)\.weight$")
 
 
 # Queries and keys are not computed by one product, whose gradient would first write both next to each other.
@@ -70,24 +65,32 @@ def partition_spec(path: str, leaf: Any, model: Decoder, mesh: Mesh) -> P:
     sizes = _sizes(mesh)
     if leaf.ndim < 2:
         return P()
-    rows, columns = _axes(path, model, sizes)
+    axes = _axes(path, model, sizes)
+    entries: list[Any] = [None] * leaf.ndim
+    if is_expert := re.search(r"\.experts\.(gate|up|down)_proj$", path):
+        # Experts lie over the devices of the rows, to which tokens travel. If there are too few of them, their hidden features do.
+        entries[-3] = _entry((DATA,), leaf.shape[-3], sizes)
+        hidden = TENSOR, SEQUENCE, *(() if entries[-3] else (DATA,))
+        axes = ((), hidden) if is_expert[1] == "down" else (hidden, ())
+    for at, own in zip((-2, -1), axes, strict=True):
+        entries[at] = _entry(own, leaf.shape[at], sizes)
+    return P(*entries) if any(entries) else P()
 
-    def entry(axes: tuple[str, ...], size: int) -> Any:
-        names: list[str] = []
-        for name in axes:
-            if name in sizes and size % math.prod(sizes[other] for other in (*names, name)) == 0:
-                names.append(name)
-        return tuple(names) if len(names) > 1 else names[0] if names else None
 
-    entries = entry(rows, leaf.shape[-2]), entry(columns, leaf.shape[-1])
-    return P() if entries == (None, None) else P(*(None,) * (leaf.ndim - 2), *entries)
+def _entry(axes: tuple[str, ...], size: int, sizes: Mapping[str, int]) -> Any:
+    """Those of the axes, in order, whose devices together divide a size."""
+    names: list[str] = []
+    for name in axes:
+        if name in sizes and size % math.prod(sizes[other] for other in (*names, name)) == 0:
+            names.append(name)
+    return tuple(names) if len(names) > 1 else names[0] if names else None
 
 
 def _axes(path: str, model: Decoder, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The axes that split the rows and the columns of a matrix. Rows are gathered without a copy in another order."""
     whole, fully, tensor = (), (DATA, SEQUENCE), (TENSOR,)
     both = (*tensor, *fully)
-    if update := re.fullmatch(r"(.*_proj)\.(a|b|base\.weight)", path):  # of a LoRA
+    if update := re.fullmatch(rf"(.*{_PROJECTION})\.(a|b|base\.weight)", path):  # of a LoRA
         rows, columns = _axes(f"{update[1]}.weight", model, sizes)
         return whole if update[2] == "a" else rows, whole if update[2] == "b" else columns
     if path.endswith(_TABLES):
@@ -96,7 +99,7 @@ def _axes(path: str, model: Decoder, sizes: Mapping[str, int]) -> tuple[tuple[st
         return both, whole
     if path.endswith("down_proj.weight"):
         return fully, tensor
-    if not path.endswith(_COLUMNS):
+    if not _COLUMNS.search(path):
         return whole, whole
     if heads := re.search(r"\.stacks\[(\d+)\]\[(\d+)\]\.mixer\.([qkvo])_proj\.weight$", path):
         mixer = model.stacks[int(heads[1])][int(heads[2])].mixer
@@ -123,8 +126,8 @@ def place(tree: Any, model: Decoder, mesh: Mesh) -> Any:
 
     The axis `data` splits the rows of a batch, and `sequence` their tokens. Both together also split every matrix. The parts of a matrix are gathered
     where it is multiplied (fully sharded data parallelism). The axis `tensor` splits the heads of attention, the hidden features of MLPs and the
-    vocabulary. If the devices of an axis do not divide an array, it is not split by that axis. Vectors, experts and the heads of
-    shared blocks (Zamba2) are never split.
+    vocabulary. Experts lie over `data`, to whose devices tokens travel; `tensor` and `sequence` split their hidden features. If the devices of
+    an axis do not divide an array, it is not split by that axis. Vectors, quantised experts and the heads of shared blocks (Zamba2) are never split.
 
     ```python
     mesh = jax.make_mesh((2, 2), ("data", "tensor"))  # explicit axes
@@ -139,7 +142,8 @@ def place(tree: Any, model: Decoder, mesh: Mesh) -> Any:
     - `tree`: the model, or the optimiser state. Leaves that are no arrays stay as they are. A `jax.ShapeDtypeStruct` gets the sharding, as
         [`ejkernel_eqx.load`][] reads it from `like`.
     - `model`: the [`Decoder`][ejkernel_eqx.models.Decoder]. If `sequence` has several devices, build it with `sequence_axis="sequence"`.
-    - `mesh`: a mesh with some of the axes `data`, `sequence` and `tensor`.
+    - `mesh`: a mesh with some of the axes `data`, `sequence` and `tensor`. On one with automatic axes, use `tensor` alone, or as
+        many heads as devices: the compiler splits features, too.
 
     **Returns:** the tree with its arrays on the mesh.
 

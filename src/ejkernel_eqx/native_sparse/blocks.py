@@ -9,6 +9,7 @@ from jax import Array
 from .._broadcast import like
 from ..core.arguments import accumulator
 from ..core.copies import copied
+from ..parallel.mesh import gathered
 from ..sequences.packing import ended, Spans, spans_of_ids, spans_of_offsets
 
 
@@ -34,7 +35,7 @@ def of_offsets(offsets: Array, length: int, block: int, span: int, stride: int) 
 def of_ids(ids: Array, most: int, block: int, span: int, stride: int) -> Tables:
     """`ids [*, T]`: a run of equal ids is a sequence, negative ones are padding, and so are sequences after the first `most` of a row."""
     if ids.ndim > 1:
-        return jax.vmap(lambda row: of_ids(row, most, block, span, stride))(ids)
+        return jax.vmap(lambda row: of_ids(row, most, block, span, stride))(gathered(ids, -1))
     length, spans = ids.shape[0], spans_of_ids(ids)
     # The count rises at the first token of each sequence, so all its tokens have one number.
     number = jnp.cumsum(spans.real & (spans.start == jnp.arange(length, dtype=jnp.int32)), dtype=jnp.int32)

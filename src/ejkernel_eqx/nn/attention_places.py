@@ -163,8 +163,7 @@ def keys_of(
     """The updated cache, the keys and values of a call, and what each query may see of them, as arguments of `FlashAttention`."""
     if cache is None:
         ids = {"segment_ids": rows.segment_ids, "kv_segment_ids": rows.kv_segment_ids}
-        gates = {} if log_forget is None else {"log_forget": log_forget}
-        return None, k, v, {**ids, "cu_seqlens": rows.cu_seqlens, **gates}
+        return None, k, v, {**ids, "cu_seqlens": rows.cu_seqlens, **_gates(log_forget)}
     if isinstance(cache, RollingKVCache):
         cache, seen = cache.append(k, v, mask=rows.real, log_forget=log_forget)
         ids = jnp.where(seen.real, jnp.int32(0), -1)
@@ -173,8 +172,13 @@ def keys_of(
             cache,
             seen.k,
             seen.v,
-            {"segment_ids": own, "kv_segment_ids": ids, "log_forget": seen.log_forget},
+            {"segment_ids": own, "kv_segment_ids": ids, **_gates(seen.log_forget)},
         )
     cache = cache.append(k, v, mask=rows.real, log_forget=log_forget)
-    visible = {"kv_lengths": cache.lengths, "q_offset": rows.offset, "log_forget": cache.log_forget}
+    visible = {"kv_lengths": cache.lengths, "q_offset": rows.offset, **_gates(cache.log_forget)}
     return cache, cache.k, cache.v, visible
+
+
+def _gates(log_forget: Array | None) -> dict[str, Array]:
+    """An argument that only attention with forget gates has: over split tokens there are none."""
+    return {} if log_forget is None else {"log_forget": log_forget}

@@ -8,6 +8,7 @@ from jax import Array, lax
 
 from .._broadcast import like
 from .._take import take_along
+from ..parallel.mesh import gathered
 from .packing import read_ids, read_offsets
 from .tokens import masked
 
@@ -89,7 +90,7 @@ def read_packing(
     if ids.ndim == 0 or ids.shape[-1] != length:
         raise ValueError(f"segment_ids: expected {(*lead, length)} ids, received shape {ids.shape}.")
     try:
-        ids = jnp.broadcast_to(ids, (*lead, length))
+        ids = gathered(jnp.broadcast_to(ids, (*lead, length)), -1)
     except ValueError:
         raise ValueError(
             f"segment_ids: expected a shape that broadcasts to {(*lead, length)}, received {ids.shape}."

@@ -145,7 +145,7 @@ def _by_types(mesh: Any, experts: Any, x: Array, exchange: str) -> _Split:
     tokens = tuple(axis for entry in lead for axis in mesh_axes(entry))
     up = experts.up_proj
     of_experts, of_hidden, _ = spec_of(up.codes if is_quantised(up) else up)
-    hidden = tuple(axis for axis in mesh_axes(of_hidden) if axis not in tokens)
+    hidden = tuple(axis for axis in mesh_axes(of_hidden) if axis not in tokens and mesh.shape[axis] > 1)
     return _Split(mesh, mesh_axes(of_experts), tokens, hidden, PartitionSpec(*lead, None), exchange)
 
 

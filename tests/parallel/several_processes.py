@@ -1,8 +1,8 @@
-"""One of the two processes of a test: `python -m tests.parallel.two_processes PORT RANK FOLDER`.
+"""One of the two or four processes of a test: `python -m tests.parallel.several_processes PORT RANK COUNT FOLDER`.
 
-Each has two of four devices, as `XLA_FLAGS` says, which share the tokens. The first process writes the loss and the gradients of a model to a file in
-FOLDER. Both train on one device each, write a checkpoint there, read it and go on. Then they repeat a call of attention, until the second one kills
-itself; the first goes on.
+Together they have four devices, as `XLA_FLAGS` says, which share the tokens. The first process writes the loss and the gradients of a model to a
+file in FOLDER. Two processes train on one device each, write a checkpoint there, read it and go on. Then all repeat a call of attention, until the
+last one ends: of two it kills itself, of four it raises an exception. The others go on.
 """
 
 import os
@@ -71,14 +71,13 @@ def train(folder: pathlib.Path) -> list[np.ndarray]:
     return losses + trained(state, 2, 4)[1]
 
 
-def main(port: str, rank: int, folder: pathlib.Path) -> None:
+def main(port: str, rank: int, count: int, folder: pathlib.Path) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        f"127.0.0.1:{port}", num_processes=2, process_id=rank, heartbeat_timeout_seconds=10
-    )
+    limits: Any = {"heartbeat_timeout_seconds": 10, "shutdown_timeout_seconds": 5}
+    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=count, process_id=rank, **limits)
     mesh = jax.make_mesh((4,), (AXIS,))  # explicit
     values = of_model(mesh)
-    losses = train(folder)
+    losses = train(folder) if count == 2 else []
     if rank == 0:
         np.savez(folder / "found.npz", *values)
         np.save(folder / "losses.npy", losses)
@@ -86,12 +85,14 @@ def main(port: str, rank: int, folder: pathlib.Path) -> None:
     x = jax.make_array_from_callback(x.shape, NamedSharding(mesh, P(None, AXIS)), lambda i: x[i])
     step = jax.jit(RingAttention(AXIS, causal=True, method="ring"))
     jax.block_until_ready(step(x, x, x))
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == count - 1:
+        if count == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise MemoryError("of this process alone")
     while True:  # only an error ends this
         jax.block_until_ready(step(x, x, x))
 
 
 if __name__ == "__main__":
-    _, port, rank, folder = sys.argv
-    main(port, int(rank), pathlib.Path(folder))
+    _, port, rank, count, folder = sys.argv
+    main(port, int(rank), int(count), pathlib.Path(folder))
