@@ -318,6 +318,7 @@ def test_tuning_and_explaining_find_every_kernel():
     assert any(path.endswith(".recurrence") for path in paths)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("make", "message"),
     [
