@@ -57,6 +57,12 @@ def test_greedy_texts_of_prompts_of_any_length(model):
     )
 
 
+def test_texts_with_64_bit_types(model):
+    expected = generate(model, PROMPTS, max_new_tokens=3).texts()
+    with jax.enable_x64(True):
+        assert generate(model, PROMPTS, max_new_tokens=3).texts() == expected
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_greedy_texts_of_a_state_in_parts(ranks):

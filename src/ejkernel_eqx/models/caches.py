@@ -85,8 +85,8 @@ class FirstKeys(Module):
 
     def put(self, index: Array, keys: tuple[Array, Array]) -> "FirstKeys":
         """The cache with the keys and values of the layer `index`."""
-        write = lambda store, new: jax.lax.dynamic_update_slice(
-            store, new[None].astype(store.dtype), (index, *[0] * new.ndim)
+        write = lambda store, new: jax.lax.dynamic_update_index_in_dim(
+            store, new.astype(store.dtype), index, 0
         )
         k, v = map(write, (self.cache.k, self.cache.v), keys)
         return FirstKeys(dataclasses.replace(self.cache, k=k, v=v))
