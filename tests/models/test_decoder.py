@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import warnings
 from typing import Any
 
 import equinox as eqx
@@ -318,6 +319,23 @@ def test_tuning_and_explaining_find_every_kernel():
     assert any(path.endswith(".recurrence") for path in paths)
 
 
+@pytest.mark.usefixtures("unchecked")
+def test_sizes_of_numpy():
+    """As they come from a file or from a shape."""
+
+    def made(size: Any) -> Decoder:
+        heads = {
+            name: size(value) for name, value in {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}.items()
+        }
+        layer = LayerConfig("native_sparse_attention", heads, MLPConfig(size(24)))
+        config = DecoderConfig(size(50), size(32), (layer,), max_positions=size(16))
+        return ejx.models.add_lora(Decoder(config, key=jax.random.key(0)), size(2), key=jax.random.key(1))
+
+    with warnings.catch_warnings(action="error"):  # of Equinox, for arrays in static fields
+        assert eqx.tree_equal(made(np.int64), made(int))
+
+
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -10,7 +10,7 @@ import pytest
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx.dispatch import Backend
-from ejkernel_eqx.models import Decoder, DecoderConfig, LayerConfig, MLPConfig, Sampling
+from ejkernel_eqx.models import Decoder, DecoderConfig, LayerConfig, MLPConfig, Sampling, Speculation
 from ejkernel_eqx.models.prompts import capacity_of
 from tests.compilations import compilations
 
@@ -55,6 +55,22 @@ def test_greedy_texts_of_prompts_of_any_length(model):
         generate(model, jnp.asarray(tokens), padding_mask=jnp.asarray(mask > 0), max_new_tokens=7).texts()
         == expected
     )
+
+
+def test_no_rows_and_sizes_of_numpy(model, unchecked):
+    none = generate(model, np.zeros((0, 3), int), max_new_tokens=2)
+    assert none.tokens.shape == (0, 2) and none.texts() == []
+    plain: Any = generate(model, PROMPTS, max_new_tokens=2, speculate=Speculation(num_draft_tokens=1))
+    sizes: Any = [np.int64(2), np.int64(1)]
+    speculate = Speculation(num_draft_tokens=sizes[1])
+    assert generate(model, PROMPTS, max_new_tokens=sizes[0]).texts() == plain.texts()
+    assert generate(model, PROMPTS, max_new_tokens=2, speculate=speculate).texts() == plain.texts()
+
+
+def test_texts_with_64_bit_types(model):
+    expected = generate(model, PROMPTS, max_new_tokens=3).texts()
+    with jax.enable_x64(True):
+        assert generate(model, PROMPTS, max_new_tokens=3).texts() == expected
 
 
 @pytest.mark.slow

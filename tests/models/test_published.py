@@ -231,6 +231,16 @@ def test_stop_tokens_stand_in_either_file(tmp_path):
     assert ejx.models.from_pretrained(folder).config.stop_tokens == (2,)
 
 
+def test_stop_tokens_outside_of_the_vocabulary_end_no_text(tmp_path):
+    """As in small copies of published models, whose texts `transformers` continues, too."""
+    folder = folder_of("mistral", tmp_path, eos_token_id=128001)
+    model = ejx.models.from_pretrained(folder)
+    assert model.config.stop_tokens == ()
+    assert ejx.models.generate(model, [[3, 4]], max_new_tokens=2).lengths.tolist() == [2]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [128001, 5]}))
+    assert ejx.models.from_pretrained(folder).config.stop_tokens == (5,)
+
+
 def test_a_model_is_saved_and_read_by_its_configuration(tmp_path):
     config, ids = GOLDEN["gemma2"]["config"], jnp.asarray(tokens())
     model = ejx.models.from_config(config, key=jax.random.key(1))

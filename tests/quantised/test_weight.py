@@ -193,6 +193,17 @@ def test_errors_of_weights():
     )
 
 
+def test_weights_from_outside_of_a_trace():
+    """A `like` of `load` quantises the model at hand, as shapes."""
+    weight = jnp.ones((4, 32))
+    shapes = jax.eval_shape(lambda: ejx.quantise(weight, "int8"))
+    same = lambda x, y: (x.shape, x.dtype) == (y.shape, y.dtype)
+    assert all(jax.tree.leaves(jax.tree.map(same, shapes, ejx.quantise(weight, "int8"))))
+    with pytest.raises(ValueError, match="infinities"):
+        broken = weight.at[0, 0].set(jnp.nan)
+        jax.jit(lambda: ejx.quantise(broken, "int8"))()
+
+
 W, FORM = jnp.ones((4, 32)), ejx.QuantFormat("uint4", (1, 32), "float16", True)
 NO_FORM: Any = "uint4"
 CODES, SCALES = jnp.zeros((4, 16), jnp.uint8), jnp.zeros((4, 1), jnp.uint16)

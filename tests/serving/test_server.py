@@ -169,6 +169,7 @@ WRONG = {
         "temperature: expected a number from 0 to 3.4e38, received 'hot'",
     ),
     "top_p": ({"top_p": 2}, "top_p: expected a number above 0"),
+    "vast": ({"temperature": 10**400}, "temperature: expected a number from 0 to 3.4e38"),
     "seed": ({"seed": 1.5}, "seed: expected an integer"),
     "stop": ({"stop": ["a"] * 17}, "stop: expected up to 16 texts"),
     "prompt": ({"prompt": ["a", "b"]}, "prompt: expected"),

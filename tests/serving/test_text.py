@@ -59,6 +59,10 @@ def test_special_tokens_are_added_unless_they_are_left_out(tokenizer, tmp_path):
     )
 
 
+def test_half_a_surrogate_pair_is_a_question_mark(either):
+    assert either.encode("a\ud83d") == either.encode("a?") and len(either.encode("\U0001f600")) == 4
+
+
 def pieces_of(tokenizer, text, **options):
     stream = tokenizer.stream(**options)
     tokens = tokenizer.encode(text)

@@ -26,9 +26,12 @@ def check_flags(**flags: Any) -> None:
 
 
 def is_finite(x: Any) -> bool:
-    """Returns whether `x` is a finite number of Python or NumPy."""
+    """Returns whether `x` is a finite number of Python or NumPy, which a float can hold."""
     is_number = isinstance(x, int | float | np.integer | np.floating) and not isinstance(x, bool)
-    return is_number and math.isfinite(x)
+    try:
+        return is_number and math.isfinite(x)
+    except OverflowError:  # Python's integers have no bound
+        return False
 
 
 def check_state_dtype(dtype: Any) -> str | None:

@@ -32,7 +32,7 @@ class Generated(NamedTuple):
     def texts(self) -> list[list[int]]:
         """The new tokens of each row, as lists."""
         tokens, lengths = np.asarray(self.tokens), np.asarray(self.lengths).reshape(-1)
-        return [row[:n].tolist() for row, n in zip(tokens.reshape(lengths.size, -1), lengths)]
+        return [row[:n].tolist() for row, n in zip(tokens.reshape(lengths.size, tokens.shape[-1]), lengths)]
 
 
 @explained(sampling=Sampling, speculate=Speculation)

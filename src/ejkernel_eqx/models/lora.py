@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from .._signatures import Module
-from ..nn.arguments import check_sizes
+from ..nn.arguments import read_sizes
 from ..nn.projection import product, project
 from ..quantised.dequantise import dequantise, is_quantised
 from ..weights.fill import replaced
@@ -46,13 +46,13 @@ class LoRA(Module):
             raise ValueError(
                 f"base: expected an equinox.nn.Linear, received {type(base).__name__}; replace its projections one by one."
             )
-        check_sizes(rank=rank)
+        (rank,) = read_sizes(rank=rank)
         # Stacked layers have leading axes.
         *lead, out, features = base.weight.shape
         self.base = base
         self.a = (jax.random.normal(key, (*lead, rank, features)) / rank).astype(base.weight.dtype)
         self.b = jnp.zeros((*lead, out, rank), base.weight.dtype)
-        self.scale = alpha / rank
+        self.scale = float(alpha) / rank  # a number of NumPy would decide the dtype
 
     def __call__(self, x: Array) -> Array:
         base, a, b = jax.tree.map(

@@ -116,7 +116,8 @@ def from_pretrained(
     # In chat models, the tokens that end a turn are often in this file alone.
     beside = folder / "generation_config.json"
     if isinstance(described, DecoderConfig) and beside.is_file():
-        stop = of_file(beside, stop_tokens, read_config(beside))
+        size = described.vocab_size
+        stop = of_file(beside, lambda config: stop_tokens(config, size), read_config(beside))
         described = dataclasses.replace(described, stop_tokens=stop or described.stop_tokens)
     dtype = of_file(path, published_dtype, config) if dtype is None else dtype
     weights, pooler = Weights.open(folder, dequantise=dequantise), read_pooler(folder)

@@ -16,7 +16,7 @@ from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..dispatch import place_of_calls
-from ..nn.arguments import check_key, check_sizes, is_known
+from ..nn.arguments import check_key, is_known, read_sizes
 from ..nn.projection import mesh_of
 from . import speculative, steps
 from .decoder import Decoder
@@ -66,7 +66,7 @@ def read_call(
         raise ValueError(
             f"model: expected an ejx.models.Decoder, received {type(model).__name__}; from_pretrained reads one."
         )
-    check_sizes(max_new_tokens=max_new_tokens)
+    (max_new_tokens,) = read_sizes(max_new_tokens=max_new_tokens)
     tokens, mask = read_prompts(prompts, padding_mask, model.config.vocab_size)
     check_positions(model.config.max_positions, mask, max_new_tokens)
     lead = tokens.shape[:-1]

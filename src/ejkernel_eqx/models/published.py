@@ -270,7 +270,7 @@ def _body(whole: Entries, entries: Entries) -> DecoderConfig:
         tie_embeddings=bool(entries.get("tie_word_embeddings", False)),
         logits_soft_cap=entries.get("final_logit_softcapping"),
         unit_offset_norms=unit_offset_norms(entries),
-        stop_tokens=stop_tokens(entries) or stop_tokens(whole),
+        stop_tokens=stop_tokens(entries, entries["vocab_size"]) or stop_tokens(whole, entries["vocab_size"]),
         logits_scale=entries.get("logit_scale", 1 / entries.get("logits_scaling", 1.0)),
         norm_type=family.norm_type,
         head_bias=kind == "phi",
@@ -307,9 +307,11 @@ def _check_needed(config: Entries, family: _Family) -> None:
         )
 
 
-def stop_tokens(config: Mapping[str, Any]) -> tuple[int, ...]:
+def stop_tokens(config: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
+    """Those of the vocabulary. Others, which small copies of published models still name, end no text."""
     tokens = entries_of(config).get("eos_token_id")
-    return () if tokens is None else tuple(tokens) if isinstance(tokens, list) else (int(tokens),)
+    tokens = () if tokens is None else tokens if isinstance(tokens, list) else (int(tokens),)
+    return tuple(token for token in tokens if token < vocab_size)
 
 
 _BIDIRECTIONAL_PROMPTS = ("paligemma", "colpali")

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from .._signatures import Module
 from .._take import take_along
 from ..nn import CacheState
-from ..nn.arguments import check_sizes
+from ..nn.arguments import read_sizes
 from ..paged import RaggedBatch
 from .caches import ServingCache
 from .decoder import Decoder
@@ -53,8 +53,8 @@ class Speculation(Module):
             raise ValueError(
                 f"draft: expected an ejx.models.Decoder or None, received {type(draft).__name__}; None looks drafts up in the text."
             )
-        check_sizes(num_draft_tokens=num_draft_tokens, max_ngram=max_ngram)
-        self.draft, self.num_draft_tokens, self.max_ngram = draft, num_draft_tokens, max_ngram
+        sizes = read_sizes(num_draft_tokens=num_draft_tokens, max_ngram=max_ngram)
+        self.draft, (self.num_draft_tokens, self.max_ngram) = draft, sizes
 
 
 def check_speculation(speculate: Any, vocabulary: int) -> None:

@@ -42,9 +42,10 @@ def checked(init: F) -> F:
 
 
 def check_fields(instance: Any) -> None:
-    """The same checks of the fields of a dataclass."""
+    """The same checks of the fields of a dataclass, whose sizes become integers of Python."""
     for field in dataclasses.fields(instance):
-        _read(field.name, field.type, getattr(instance, field.name))
+        value = _read(field.name, field.type, getattr(instance, field.name))
+        object.__setattr__(instance, field.name, value)
 
 
 def _read(name: str, declared: Any, value: Any) -> Any:

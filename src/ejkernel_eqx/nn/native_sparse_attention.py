@@ -24,7 +24,7 @@ from ..paged import PagedKVCache, RaggedBatch
 from ..paged.cache.batch import slots_of
 from ..parallel import Leading, over_mesh
 from ..rotary import RotaryEmbedding
-from .arguments import check_flags, check_numbers, check_sizes, read_dtype
+from .arguments import check_flags, check_numbers, read_dtype, read_sizes
 from .attention_inputs import CallInputs, check_heads, check_rows, head_dim_of
 from .attention_places import locate, Places, places_of, places_over_pages
 from .block_compression import BlockCompression, Compression
@@ -185,16 +185,16 @@ class NativeSparseAttention(PagedLayer[PagedSparseCache]):
         - `dtype`, `compute_dtype`: as in [`ejkernel_eqx.nn.MultiHeadAttention`][].
         - `key`: PRNG key for the initial weights.
         """
-        check_sizes(embed_dim=embed_dim, num_heads=num_heads)
+        embed_dim, num_heads = read_sizes(embed_dim=embed_dim, num_heads=num_heads)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         head_dim = head_dim_of(embed_dim, num_heads, head_dim)
-        check_sizes(num_kv_heads=num_kv_heads, head_dim=head_dim)
+        num_kv_heads, head_dim = read_sizes(num_kv_heads=num_kv_heads, head_dim=head_dim)
         check_heads(num_heads, num_kv_heads, head_dim, rope)
         _check_rope(rope)
         check_flags(use_qkv_bias=use_qkv_bias)
         check_numbers(softmax_scale=softmax_scale)
         if max_segments is not None:
-            check_sizes(max_segments=max_segments)
+            (max_segments,) = read_sizes(max_segments=max_segments)
         hidden = _read_compression(compression, compression_hidden_dim, head_dim)
         sparse = (block_size, num_blocks, sliding_window)
         options: Any = {"compression_size": compression_size, "compression_stride": compression_stride}
@@ -582,5 +582,4 @@ def _read_compression(compression: Any, hidden: Any, head_dim: int) -> int | Non
     if compression != "mlp":
         return None
     hidden = 4 * head_dim if hidden is None else hidden
-    check_sizes(compression_hidden_dim=hidden)
-    return hidden
+    return read_sizes(compression_hidden_dim=hidden)[0]

@@ -56,7 +56,9 @@ def format_for(kind: str, columns: int, group_size: int | None) -> QuantFormat:
 
 def quantised_array(weight: Array, form: QuantFormat) -> QuantizedWeight:
     """The quantised weight nearest to `[..., out, in]`. Zeros stay zeros."""
-    if not isinstance(weight, core.Tracer) and not bool(jnp.isfinite(weight).all()):
+    with jax.ensure_compile_time_eval():  # inside `jit`, too, a weight from outside is known
+        finite = isinstance(weight, core.Tracer) or bool(jnp.isfinite(weight).all())
+    if not finite:
         raise ValueError(
             "weight: expected finite numbers, received NaN or infinities; repair the weights first."
         )

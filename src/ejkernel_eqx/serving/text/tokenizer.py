@@ -41,7 +41,9 @@ class Tokenizer:
         return self._tokenizer.get_vocab_size()
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """The tokens of a text. With `special`, the tokenizer adds its special tokens before and after them, if it has any."""
+        """The tokens of a text. With `special`, the tokenizer adds its special tokens before and after them, if it has any. Halves of surrogate
+        pairs, which JSON may hold alone, are no characters and become question marks."""
+        text = text.encode(errors="replace").decode()
         return self._tokenizer.encode(text, add_special_tokens=special).ids
 
     def decode(self, tokens: Sequence[int]) -> str:
