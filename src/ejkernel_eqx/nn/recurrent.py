@@ -64,7 +64,7 @@ class RecurrentLayer(Published):
     def _projections(self) -> tuple[Any, ...]:
         """The values of the fields declared as projections: the projections of the layer, or what stands in their places."""
         fields = dataclasses.fields(self)
-        return tuple(getattr(self, f.name) for f in fields if eqx.nn.Linear in (f.type, *get_args(f.type)))
+        return tuple([getattr(self, f.name) for f in fields if eqx.nn.Linear in (f.type, *get_args(f.type))])
 
     def _stored_dtype(self) -> Any:
         return stored_dtype_of(self.compute_dtype, self._projections())

@@ -152,6 +152,7 @@ class GatedDelta(GatedOptions):
 
     decay: ClassVar[str]
     """`KEY`: one decay per key channel; `SCALAR`: one per head."""
+    __init__ = GatedOptions.__init__
 
     @over_sequence_axis()
     def __call__(
