@@ -124,7 +124,7 @@ def by_the_compiler(
         return tuple(eval_jaxpr(whole.jaxpr, given[len(flat) :], *given[: len(flat)]))
 
     def partition(mesh: Any, arg_shapes: Any, result_shapes: Any) -> Any:
-        known = [_whole_axes(mesh, a) for a in arg_shapes]
+        known = [whole_axes(mesh, a) for a in arg_shapes]
         here, run = layout, local
         if exchanging is not None:
             here = layout if layout.can_pin(mesh.shape, shapes[0]) else dataclasses.replace(layout, pinned={})
@@ -141,7 +141,7 @@ def by_the_compiler(
     return tuple(call(*flat, *constants))
 
 
-def _whole_axes(mesh: Any, x: Any) -> tuple[tuple[str, ...], ...]:
+def whole_axes(mesh: Any, x: Any) -> tuple[tuple[str, ...], ...]:
     """The mesh axes that split each axis of an array, outermost first. The compiler may split two heads over a part of a mesh axis of four devices:
     no `PartitionSpec` says that, and JAX raises an error where it looks for one. Such axes are left out, and the heads stay whole."""
     # On an array with as many elements as devices in each direction, every tile begins at a place of its own.
