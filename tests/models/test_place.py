@@ -121,6 +121,19 @@ def test_other_axes_are_named():
         models.place({"x": jnp.ones((2, 2))}, decoder(), other)
 
 
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((3, 9), r"batch: expected rows of inputs in 2 equal parts, over .* axis 'data', received 3; leave out 1 of them, or pad them to 4"),
+        ((2, 2, 10), r"batch: expected tokens of inputs in 2 equal parts, over the devices of axis 'sequence', received 9; .* to 10"),
+        ((9,), r"batch: expected tokens \[..., B, T \+ 1\], received shape \(9,\); batch\[None\]"),
+    ],
+)  # fmt: skip
+def test_tokens_that_a_mesh_does_not_divide(shape, message):
+    with pytest.raises(ValueError, match=message):
+        models.place_tokens(np.zeros(shape, np.int32), mesh_of(data=2, sequence=2))
+
+
 def test_options_of_the_compiler():
     """XLA checks the names on every platform. One device of a CPU needs none."""
     assert models.compiler_options() == models.compiler_options(mesh_of(data=2)) == {}

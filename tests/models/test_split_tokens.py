@@ -344,6 +344,26 @@ def test_a_model_of_split_tokens_generates(mixer):
     np.testing.assert_array_equal(found.tokens, expected.tokens)
 
 
+@pytest.mark.parametrize("kind", ["Explicit", "Auto"])
+def test_more_devices_than_heads_generate_and_train(kind):
+    """Opaque calls on a mesh whose shardings the compiler chooses. It splits two heads over half of the axis, which no `PartitionSpec` says."""
+    heads = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 8}
+    layer = models.LayerConfig("attention", heads, models.MLPConfig(HIDDEN))
+    config, options = models.DecoderConfig(VOCABULARY, WIDTH, (layer,)), {"platform": "xla"}
+    build = lambda **axis: models.Decoder(config, **options, **axis, key=jax.random.key(0))
+    model, alone = build(sequence_axis="sequence"), build()
+    mesh = jax.make_mesh((2, 4), ("sequence", "tensor"), axis_types=(getattr(AxisType, kind),) * 2)
+    placed = models.place(model, model, mesh)
+    generated = lambda model: (
+        models.generate(model, [[1, 2, 3], [4]], max_new_tokens=3, stop_tokens=()).tokens
+    )
+    np.testing.assert_array_equal(generated(placed), generated(alone))
+    gradient, arrays = gradient_of(model, models.split_cross_entropy)
+    found = gradient(models.place(arrays, model, mesh), *models.place_tokens(batch(), mesh))
+    gradient, arrays = gradient_of(alone, plain_loss)
+    agree((found, None), gradient(arrays, batch()[:, :-1], batch()[:, 1:]))
+
+
 @pytest.mark.slow
 def test_a_cache_is_not_split():
     layer, plain = layer_of(sequence_axis="sequence"), layer_of()

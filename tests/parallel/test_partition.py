@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ejkernel_eqx.parallel import Axes, match_sharding, match_varying, output_shapes, partitioned, Split
+from ejkernel_eqx.parallel.partition import whole_axes
 from tests import meshes
 from tests.arrays import array
 
@@ -101,6 +103,29 @@ def total(q, k, bias, weight):
     dk = (jnp.cumsum(q, axis=-1) * weight).sum(-1, keepdims=True)
     dk = jnp.broadcast_to(dk.reshape(q.shape[0], k.shape[1], group, 1).sum(2), k.shape)
     return dk, weight.sum(0, keepdims=True).astype(bias.dtype)
+
+
+def test_heads_over_a_part_of_an_axis_stay_whole():
+    """The compiler splits the axis of 4 devices between two heads and their elements, where features become heads."""
+    mesh, features = meshes.mesh_of("automatic", (2, 4)), array(np.arange(8 * 16).reshape(8, 16), jnp.float32)
+    heads, seen = lambda x: x.reshape(8, 2, 8), []
+    placed = meshes.place(mesh, features, P("dp", "tp"))
+    out = jax.jit(lambda x: call(heads(x), heads(x), seen))(placed)
+    np.testing.assert_array_equal(out, grouped(heads(features), heads(features)))
+    assert seen[-1] == ((4, 2, 8), (4, 2, 8))
+
+
+SPECS = [P(), P("a"), P("b", "c"), P(("c", "a"), None, "b"), P(None, ("a", "b", "c")), P(("b", "a"), "c")]
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 2), (4, 1, 2)], ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_axes_of_a_sharding(shape, spec):
+    mesh = jax.make_mesh(shape, ("a", "b", "c"), axis_types=(AxisType.Auto,) * 3)
+    names = lambda entry: (entry,) if isinstance(entry, str) else entry or ()
+    wanted = [tuple(name for name in names(entry) if mesh.shape[name] > 1) for entry in spec]
+    x = jax.ShapeDtypeStruct((8, 8, 8), jnp.float32, sharding=NamedSharding(mesh, spec))
+    assert whole_axes(mesh, x) == (*wanted, *[()] * (3 - len(wanted)))
 
 
 @on_each_kind

@@ -143,7 +143,7 @@ def place(tree: Any, model: Decoder, mesh: Mesh) -> Any:
         [`ejkernel_eqx.load`][] reads it from `like`.
     - `model`: the [`Decoder`][ejkernel_eqx.models.Decoder]. If `sequence` has several devices, build it with `sequence_axis="sequence"`.
     - `mesh`: a mesh with some of the axes `data`, `sequence` and `tensor`. On one with automatic axes, use `tensor` alone, or as
-        many heads as devices: the compiler splits features, too.
+        many heads as devices, for speed: the compiler splits features, too.
 
     **Returns:** the tree with its arrays on the mesh.
 
@@ -164,8 +164,22 @@ def place(tree: Any, model: Decoder, mesh: Mesh) -> Any:
 
 def place_tokens(batch: Array | np.ndarray, mesh: Mesh) -> tuple[Array, Array]:
     """Splits batches `[..., B, T + 1]` of tokens into inputs and targets. **Returns:** two arrays `[..., B, T]` on the mesh, split by rows and
-    tokens."""
-    axes = (name if name in _sizes(mesh) else None for name in (DATA, SEQUENCE))
+    tokens.
+
+    **Raises:** `ValueError` for a mesh with other axes, or one that does not divide the rows or the tokens.
+    """
+    sizes = _sizes(mesh)
+    if batch.ndim < 2 or not batch.shape[-1]:
+        raise ValueError(
+            f"batch: expected tokens [..., B, T + 1], received shape {tuple(batch.shape)}; batch[None] is one row."
+        )
+    for axis, what, count in ((DATA, "rows", batch.shape[-2]), (SEQUENCE, "tokens", batch.shape[-1] - 1)):
+        if count % (parts := sizes.get(axis, 1)):
+            raise ValueError(
+                f"batch: expected {what} of inputs in {parts} equal parts, over the devices of axis {axis!r}, received {count}; leave out "
+                f"{count % parts} of them, or pad them to {count + -count % parts} and give the padding negative targets."
+            )
+    axes = (name if name in sizes else None for name in (DATA, SEQUENCE))
     where = NamedSharding(mesh, P(*(None,) * (batch.ndim - 2), *axes))
     return jax.device_put(batch[..., :-1], where), jax.device_put(batch[..., 1:], where)
 

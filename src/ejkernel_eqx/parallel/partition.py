@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.core import eval_jaxpr
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -123,7 +124,7 @@ def by_the_compiler(
         return tuple(eval_jaxpr(whole.jaxpr, given[len(flat) :], *given[: len(flat)]))
 
     def partition(mesh: Any, arg_shapes: Any, result_shapes: Any) -> Any:
-        known = [tuple(a.sharding.spec) for a in arg_shapes]
+        known = [whole_axes(mesh, a) for a in arg_shapes]
         here, run = layout, local
         if exchanging is not None:
             here = layout if layout.can_pin(mesh.shape, shapes[0]) else dataclasses.replace(layout, pinned={})
@@ -134,8 +135,30 @@ def by_the_compiler(
 
     rule, together = layout.rule(shapes[0])
     call = custom_partitioning(undivided)
-    call.def_partition(partition=partition, sharding_rule=rule, need_replication_factors=together)
+    call.def_partition(
+        partition=partition, sharding_rule=rule, need_replication_factors=together, decode_shardings=False
+    )
     return tuple(call(*flat, *constants))
+
+
+def whole_axes(mesh: Any, x: Any) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes that split each axis of an array, outermost first. The compiler may split two heads over a part of a mesh axis of four devices:
+    no `PartitionSpec` says that, and JAX raises an error where it looks for one. Such axes are left out, and the heads stay whole."""
+    # On an array with as many elements as devices in each direction, every tile begins at a place of its own.
+    indices = x.sharding.devices_indices_map((mesh.size,) * x.ndim)
+    starts = np.array([[own.start or 0 for own in indices[device]] for device in mesh.devices.flat], int)
+    starts = starts.reshape(*mesh.devices.shape, x.ndim)
+
+    def along(place: int, axis: int) -> list[int]:
+        """Where the tiles of the devices along a mesh axis begin."""
+        return np.moveaxis(starts[..., axis], place, 0).reshape(mesh.devices.shape[place], -1)[:, 0].tolist()
+
+    def entry(axis: int) -> tuple[str, ...]:
+        lines = {name: along(place, axis) for place, name in enumerate(mesh.axis_names)}
+        steps = {name: line[1] - line[0] for name, line in lines.items() if len(set(line)) == len(line) > 1}
+        return tuple(sorted(steps, key=lambda name: -steps[name]))
+
+    return tuple(map(entry, range(x.ndim)))
 
 
 def _under(context: Callable[[], Any], function: Call) -> Call:

@@ -72,7 +72,8 @@ class Engine:
 
     **Arguments:**
 
-    - `model`: an `ejx.models.Decoder`, in the dtype of the computation.
+    - `model`: an `ejx.models.Decoder`, in the dtype of the computation. If `place` put it over several devices, `tensor` also splits the pages of
+        attention by their key heads. The first program is then compiled once more, after its first step.
     - `num_pages`: the number of pages of each attention layer.
     - `page_size`: the number of tokens in a page.
     - `max_batch`: the maximum number of concurrent sequences. Recurrent layers have as many slots for states.
@@ -221,6 +222,9 @@ class Engine:
             name: self.programs[name][0].pack(Batch([], [], [], [], []), self.scheduler.sampling)
             for name in names or self.programs
         }
+        if any(len(x.sharding.device_set) > 1 for x in self._weights):
+            # The first step puts the caches where the layers of a model on several devices split them.
+            self._compute(*next(iter(nothing.items())))
         # All programs are traced first, since lowering one waits for its kernels. The calls below find what is compiled here.
         traced = [
             self.programs[name][1].trace(self._weights, self._state, data) for name, data in nothing.items()

@@ -19,6 +19,7 @@ from ..models import Decoder, ServingCache
 from ..models.sampling import draw, greedy, SamplingArrays
 from ..nn.drafts import new_tokens
 from ..paged import RaggedBatch
+from ..parallel.mesh import gathered
 
 
 def last_logits(
@@ -26,7 +27,7 @@ def last_logits(
 ) -> tuple[Array, ServingCache]:
     """Runs the model on packed `tokens [T]`. Returns float32 logits `[N, vocabulary]` after each sequence's last new token."""
     x, cache = model.features(tokens, cache, batch=batch)
-    return model.logits(x[jnp.maximum(batch.last_tokens, 0)]), cache
+    return gathered(model.logits(x[jnp.maximum(batch.last_tokens, 0)]), -1), cache
 
 
 def verify(
@@ -45,7 +46,7 @@ def verify(
     x, cache = model.features(tokens, cache, batch=batch)
     place = jnp.arange(drafts + 1, dtype=jnp.int32)[None]
     index = jnp.minimum(batch.query_start_loc[:-1, None] + place, tokens.shape[0] - 1)
-    logits = model.logits(x[index])
+    logits = gathered(model.logits(x[index]), -1)
     chosen = greedy(logits)
     if sampling is not None:
         chosen = chosen.at[:, 0].set(draw(logits[:, 0], sampling))
