@@ -32,9 +32,7 @@ def test_alpha_scales_the_updates():
 
 def test_updates_on_updates_are_refused():
     layer = LayerConfig("attention", {"num_heads": 2}, MLPConfig(12))
-    model = add_lora(
-        Decoder(DecoderConfig(11, 8, (layer,)), key=jax.random.key(0)), 2, key=jax.random.key(1)
-    )
+    model = add_lora(Decoder(DecoderConfig(11, 8, (layer,)), key=jax.random.key(0)), 2, key=jax.random.key(1))
     with pytest.raises(ValueError, match=r"without updates, received one with LoRA; merge_lora\(model\)"):
         add_lora(model, 4, key=jax.random.key(2))
     assert add_lora(merge_lora(model), 4, key=jax.random.key(2)).stacks[0][0].mlp.up_proj.a.shape == (1, 4, 8)
