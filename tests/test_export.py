@@ -12,7 +12,7 @@ import pytest
 from jax import export
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx import nn
+from ejkernel_eqx import models, nn
 from tests.attention.dense import exact, normal
 from tests.tolerances import assert_close
 
@@ -208,6 +208,69 @@ def test_a_program_in_a_file_is_the_same_program():
     program = exported(lambda x: layer(x), "b,8")
     x = normal(0, 3, 8)
     np.testing.assert_array_equal(export.deserialize(program.serialize()).call(x), program.call(x))
+
+
+# Whole models
+
+
+def decoder(mixer: str, **options: Any) -> models.Decoder:
+    layer = models.LayerConfig(mixer, options, models.MLPConfig(24))
+    return models.Decoder(models.DecoderConfig(11, 16, (layer,)), key=jax.random.key(0))
+
+
+LATENT = {"num_heads": 2, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4}
+TOKENS = jnp.array([[1, 2, 3, 4, 5], [5, 4, 3, 2, 1], [0, 9, 8, 7, 6]], jnp.int32)
+
+
+def exported_tokens(function: Any, form: str) -> export.Exported:
+    return export.export(jax.jit(function))(jax.ShapeDtypeStruct(export.symbolic_shape(form), jnp.int32))
+
+
+def test_latent_attention_of_any_lengths():
+    model = decoder("latent_attention", **LATENT)
+    assert_close(exported_tokens(lambda tokens: model(tokens), "b,t").call(TOKENS), model(TOKENS))
+
+
+def test_loss_and_gradient_of_any_number_of_tokens():
+    model = decoder("attention", num_heads=2)
+
+    def step(tokens):
+        loss = lambda model: model.loss(model.features(tokens), tokens)
+        value, gradient = eqx.filter_value_and_grad(loss)(model)
+        return value, gradient.embedding
+
+    program = exported_tokens(step, "b,t")
+    for tokens in (TOKENS, jnp.tile(TOKENS, (1, 120))):  # less than a chunk, and several
+        for found, wanted in zip(program.call(tokens), step(tokens), strict=True):
+            assert_close(found, wanted, kind="gradient")
+
+
+@pytest.mark.parametrize("mixer, options", [("attention", {"num_heads": 2}), ("latent_attention", LATENT)])
+def test_steps_of_any_number_of_rows_in_a_file(mixer, options):
+    """With a cache, which checks its room in other programs by calling the host."""
+    pytest.importorskip("flatbuffers")
+    model = decoder(mixer, **options)
+
+    def step(tokens):
+        x, cache = model.features(tokens, model.init_cache(tokens.shape[0], 8))
+        x, _ = model.features(jnp.argmax(model.logits(x[:, -1:]), -1), cache)
+        return model.logits(x)
+
+    wanted = jax.jit(step)(TOKENS)
+    with ejx.check_values(False):
+        program = export.deserialize(exported_tokens(lambda tokens: step(tokens), "b,5").serialize())
+    assert_close(program.call(TOKENS), wanted)
+
+
+def test_generate_in_a_file():
+    pytest.importorskip("flatbuffers")
+    model = decoder("attention", num_heads=2)
+    call = lambda tokens: models.generate(model, tokens, max_new_tokens=3).tokens
+    with ejx.check_values(False):
+        program = export.deserialize(exported_tokens(call, "3,5").serialize())
+    np.testing.assert_array_equal(program.call(TOKENS), call(TOKENS))
+    with pytest.raises(ValueError, match=r"prompts: expected sizes that are known, received shape \(b, 5\)"):
+        exported_tokens(call, "b,5")
 
 
 # What a symbol is to the choice

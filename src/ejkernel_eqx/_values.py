@@ -63,7 +63,8 @@ def check_values(enabled: bool = True) -> Iterator[None]:
     for the whole process; this context takes precedence. It is a context variable: a thread started inside sees it if it runs in a
     copy of the context.
 
-    **Arguments:** `enabled`: whether to check; `False` disables checks enabled by the variable or an outer context.
+    **Arguments:** `enabled`: whether to check; `False` disables checks enabled by the variable or an outer context, and those of full caches,
+        which programs have on other devices than GPUs. Programs with such checks call the host, so `jax.export` cannot write them to a file.
     """
     if not isinstance(enabled, bool):
         raise ValueError(f"enabled: expected True or False, received {enabled!r}.")
@@ -178,8 +179,8 @@ def checked(
 
 def stops_programs() -> bool:
     """Returns whether a program compiled here stops with an error where data do not fit. On a GPU that takes a conditional and a copy to the
-    host in every call, so there it is done on request only."""
-    return checks_traced() or place_of_calls()[0] is not Backend.GPU
+    host in every call, so there it is done on request only. `check_values(False)` leaves it out everywhere."""
+    return checks_traced() or (place_of_calls()[0] is not Backend.GPU and _REQUESTED.get() is None)
 
 
 def refused_if(wrong: Any, array: Array, message: str) -> Array:

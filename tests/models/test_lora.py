@@ -30,6 +30,14 @@ def test_alpha_scales_the_updates():
     assert jnp.all(projection.b == 0.5) and np.array_equal(model.embedding, base.embedding)
 
 
+def test_updates_on_updates_are_refused():
+    layer = LayerConfig("attention", {"num_heads": 2}, MLPConfig(12))
+    model = add_lora(Decoder(DecoderConfig(11, 8, (layer,)), key=jax.random.key(0)), 2, key=jax.random.key(1))
+    with pytest.raises(ValueError, match=r"without updates, received one with LoRA; merge_lora\(model\)"):
+        add_lora(model, 4, key=jax.random.key(2))
+    assert add_lora(merge_lora(model), 4, key=jax.random.key(2)).stacks[0][0].mlp.up_proj.a.shape == (1, 4, 8)
+
+
 def test_updates_train_on_quantised_weights(enable_x64):
     """Their gradients are those on the model of the numbers; codes and scales stay; the merged model computes the same."""
     layer = LayerConfig("attention", {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}, MLPConfig(64))

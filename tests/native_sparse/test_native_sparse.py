@@ -158,6 +158,15 @@ def test_a_cache_is_decoded_like_the_whole():
         assert_close(step(jnp.int32(place))[:, 0], np.asarray(whole[:, place]))
 
 
+@pytest.mark.parametrize("platform", ["xla", INTERPRET])
+def test_forward_mode_is_refused_without_a_platform_that_has_none(platform):
+    case = Case(T=5)
+    arrays, _ = make(case)
+    call = lambda q: case.operation(platform)(**arrays | {"q": q})
+    with pytest.raises(ejx.UnsupportedError, match=r"\nNo platform has forward mode for it; use jax\.grad"):
+        jax.jvp(call, (arrays["q"],), (arrays["q"],))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("platform", ["xla", INTERPRET])
 def test_transformations(platform):

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from .._shapes import is_symbolic
+
 # What the kernels reach of a device's products in 16 bits: on an H200, of 989 TFLOP/s, attention over latents 265 (benchmarks/LOG.md). The
 # others are as attention with heads of 128 channels and a large product reach them.
 _ABSORBED, _EXPANDED, _PRODUCT = 0.27, 0.5, 0.7
@@ -23,7 +25,10 @@ class LatentSizes:
 
 def expands(tokens: int, queries: int, sizes: LatentSizes) -> bool:
     """Reports whether computing keys and values of `tokens` new tokens, `queries` of each sequence, is expected to take less time than attending to
-    their latents. Either way the tokens before them are attended to as latents."""
+    their latents. Either way the tokens before them are attended to as latents. A
+    symbolic number of tokens is not expanded."""
+    if is_symbolic(tokens):
+        return False
     own = sizes.nope + sizes.values
     pairs = tokens * sizes.heads * (queries + 1) / 2  # of a query and a key among its sequence's new tokens
     absorbed = pairs * 2 * (2 * sizes.latent + sizes.rope) / _ABSORBED

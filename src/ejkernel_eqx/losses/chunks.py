@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from .._shapes import is_symbolic
 from ..core.arguments import accumulator
 from ..parallel import match_varying
 
@@ -25,13 +26,17 @@ def over_chunks(
     flat = {name: x.reshape(-1, *x.shape[3:]) for name, x in tokens.items()}
     count = flat["labels"].shape[0]
     chunks = -(-count // size)
-    if chunks <= 1:
+    is_known = not is_symbolic(count)
+    if is_known and chunks <= 1:
         results, of_tokens, sums = chunk(flat)
     else:
-        # Chunk i has the tokens i, i + chunks, ..., so that each has some of every device's if the tokens are split over devices.
+        # Chunk i has the tokens i, i + chunks, ..., so that each has some of every device's if the tokens are split over devices. Of a symbolic
+        # number of tokens, JAX knows that whole chunks divide it.
+        filled = -count % chunks if is_known else chunks * size - count
+
         def parts_of(name: str, x: Array) -> Array:
             fill = -1 if name == "labels" else 0
-            x = jnp.pad(x, [(0, -count % chunks)] + [(0, 0)] * (x.ndim - 1), constant_values=fill)
+            x = jnp.pad(x, [(0, filled)] + [(0, 0)] * (x.ndim - 1), constant_values=fill)
             return jnp.moveaxis(x.reshape(-1, chunks, *x.shape[1:]), 1, 0)
 
         def body(sums: Any, tokens: Any) -> Any:

@@ -77,7 +77,8 @@ def is_lora(node: Any) -> bool:
 
 
 def add_lora(model: Decoder, rank: int, *, alpha: float = 16.0, key: Array) -> Decoder:
-    """Replaces each projection of the mixers and MLPs by a [`LoRA`][ejkernel_eqx.models.LoRA]. Experts stay as they are.
+    """Replaces each projection of the mixers and MLPs by a [`LoRA`][ejkernel_eqx.models.LoRA]. Experts, projections
+    that only make gates, and those from and to the latents of latent attention stay as they are.
 
     **Arguments:**
 
@@ -88,11 +89,15 @@ def add_lora(model: Decoder, rank: int, *, alpha: float = 16.0, key: Array) -> D
 
     **Returns:** the new model.
 
-    **Raises:** `ValueError` for a model that is no `Decoder`, and for a rank below 1.
+    **Raises:** `ValueError` for a model that is no `Decoder` or has updates already, and for a rank below 1.
     """
     if not isinstance(model, Decoder):
         raise ValueError(
             f"model: expected a Decoder, received {type(model).__name__}; ejx.models.LoRA replaces one projection of any model."
+        )
+    if any(map(is_lora, jax.tree.leaves(model, is_leaf=is_lora))):
+        raise ValueError(
+            "model: expected a Decoder without updates, received one with LoRA; merge_lora(model) adds its updates to the weights first."
         )
     is_linear = lambda node: isinstance(node, eqx.nn.Linear)
     parts = {"stacks": model.stacks, "shared_blocks": model.shared_blocks}

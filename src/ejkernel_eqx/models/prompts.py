@@ -8,6 +8,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Sharding
 
+from .._shapes import is_symbolic
 from ..dispatch import Backend
 from ..nn.arguments import check_tokens, is_known, read_array
 
@@ -87,6 +88,11 @@ def read_prompts(prompts: Any, padding_mask: Any, vocabulary: int) -> tuple[Any,
         if tokens.ndim < 1 or tokens.shape[-1] == 0:
             raise ValueError(
                 f"prompts: expected at least one token [..., T], received shape {tokens.shape}; give it some text."
+            )
+        if any(map(is_symbolic, tokens.shape)):
+            raise ValueError(
+                f"prompts: expected sizes that are known, received shape {tokens.shape}; export it for each shape, or a step of model.features with "
+                "a cache, whose rows may be symbolic."
             )
         check_tokens("padding_mask", padding_mask, "booleans", "prompts", tokens[..., None])
         mask = np.ones(tokens.shape, bool) if padding_mask is None else _on_host(padding_mask)

@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array
 
 from .._broadcast import like
+from .._shapes import is_symbolic
 from .._values import checks_traced, stopped
 from ..dispatch import Backend, place_of_calls, Platform
 from ..nn import KVCache, LatentCache, MultiHeadAttention, MultiHeadLatentAttention
@@ -114,7 +115,8 @@ def have_pages(model: Any, x: Array, cache: DecoderCache, rows: dict[str, Any]) 
     """Returns whether a call of the layers with the input `x [..., T, E]` can run over pages and is faster so."""
     lead, tokens = x.shape[:-2], x.shape[-2]
     if (
-        tokens > MOST_TOKENS
+        any(map(is_symbolic, x.shape))
+        or tokens > MOST_TOKENS
         or 0 in x.shape
         or "segment_ids" in rows
         or not _on_one_device((model.stacks, model.shared_blocks, x, cache))

@@ -24,4 +24,5 @@ ATTEND = Kind(
     wanted=lambda spec: ("out",) if spec.given else RESULTS,
     # The gradient reads the blocks that were chosen, too.
     names={"out": "native_sparse_out", "indices": "native_sparse_saved", "saved": "native_sparse_saved"},
+    remedy="No platform has forward mode for it; use jax.grad or jax.vjp.",
 )

@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
+from .._shapes import is_symbolic
 from .._values import check_known
 from ..core.arguments import broadcasts as broadcasts
 from ..core.arguments import check_flags as check_flags
@@ -134,15 +135,14 @@ def named_dtype(dtype: Any) -> Any:
 
 
 def read_batch_shape(batch_shape: Any) -> tuple[int, ...]:
-    shape = (batch_shape,) if isinstance(batch_shape, int | np.integer) else batch_shape
+    is_size = lambda x: is_symbolic(x) or (isinstance(x, int | np.integer) and not isinstance(x, bool))
+    shape = (batch_shape,) if is_size(batch_shape) else batch_shape
     is_shape = isinstance(shape, Sequence) and not isinstance(shape, str)
-    if not is_shape or not all(
-        isinstance(size, int | np.integer) and not isinstance(size, bool) and size >= 0 for size in shape
-    ):
+    if not is_shape or not all(is_size(size) and size >= 0 for size in shape):
         raise ValueError(
             f"batch_shape: expected a size or a tuple of sizes, received {batch_shape!r}; () means one sequence, and an integer B means (B,)."
         )
-    return tuple(int(size) for size in shape)
+    return tuple(size if is_symbolic(size) else int(size) for size in shape)
 
 
 def read_features(name: str, x: Any, form: str, letter: str, features: int) -> Array:

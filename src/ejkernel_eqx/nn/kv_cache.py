@@ -27,8 +27,8 @@ class KVCache(Module):
     together with stacked layers.
 
     A row that would exceed the capacity is an error, outside `jit` and inside. Only a program for a GPU goes on, unless
-    `ejkernel_eqx.check_values` is on: there the row is closed. Nothing is written to it from then on, its length stays, the outputs of
-    the layer for it are NaN, and `overflowed` says so. Other rows are as without it.
+    `ejkernel_eqx.check_values` is on, and one that is traced in `check_values(False)`: there the row is closed. Nothing is written to it
+    from then on, its length stays, the outputs of the layer for it are NaN, and `overflowed` says so. Other rows are as without it.
 
     A cache has these four arrays and no more, as each one takes time where a compiled function begins; that of a layer with forget gates has a fifth:
 

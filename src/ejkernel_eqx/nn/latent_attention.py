@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
 from .._jitted import compiled_call
-from .._shapes import AnyArray, Bool, Float, Int
+from .._shapes import AnyArray, Bool, Float, Int, is_symbolic
 from ..attention import Mask, merge_attention
 from ..attention.ring.arguments import Split
 from ..dispatch import PlatformLike
@@ -360,7 +360,8 @@ class MultiHeadLatentAttention(PagedLayer[PagedLatentCache], Published):
 
 def splits_weights(latent: Array) -> bool:
     """Returns whether weights have fewer numbers to copy than the keys and values of these latents."""
-    return math.prod(latent.shape[:-1]) > latent.shape[-1]
+    tokens = math.prod(latent.shape[:-1])
+    return is_symbolic(tokens) or tokens > latent.shape[-1]
 
 
 def _read_rope(rope: Any, rope_dim: int) -> RotaryEmbedding | None:

@@ -46,9 +46,9 @@ ATTEND = ForwardKind(
     sliced=False,  # slicing a head out of the pages would copy all of them
     wanted=lambda spec: RESULTS if spec.return_lse else RESULTS[:1],
     refusal=(
-        "attention over pages is for inference and has no gradient",
-        "To differentiate, gather the keys and values (`cache.gather()`) and call ejkernel_eqx.FlashAttention; to treat the result as a "
-        "constant, wrap the arguments in jax.lax.stop_gradient.",
+        "attention over pages, or over latents in a cache, is for inference and has no gradient",
+        "To differentiate, call the layer or model on all tokens without a cache, or gather the keys and values (`cache.gather()`) and call "
+        "ejkernel_eqx.FlashAttention; to treat the result as a constant, wrap the arguments in jax.lax.stop_gradient.",
     ),
 )
 
