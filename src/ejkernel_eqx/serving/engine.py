@@ -14,6 +14,7 @@ from jax import Array
 from .. import nn
 from ..models import Decoder, Sampling, Speculation
 from ..models.speculative import check_speculation
+from ..paged.cache.pages import check_room
 from .drafts import Drafter
 from .pages import Pages
 from .prefixes import Prefixes
@@ -121,6 +122,8 @@ class Engine:
         self.speculate, drafts = speculate, 0 if speculate is None else speculate.num_draft_tokens
         mixers = [mixer for stack in model.mixers for mixer in stack]
         attention = [mixer for mixer in mixers if isinstance(mixer, _PAGED)]
+        if attention:
+            check_room(num_pages, page_size)  # before each page has an entry here
         self.pages = Pages(num_pages) if attention else None
         self.window, recurrent = _window(attention), len(attention) < len(mixers)
         keeps = prefix_cache and self.window is None
