@@ -136,9 +136,10 @@ def named_dtype(dtype: Any) -> Any:
 
 def read_batch_shape(batch_shape: Any) -> tuple[int, ...]:
     is_size = lambda x: is_symbolic(x) or (isinstance(x, int | np.integer) and not isinstance(x, bool))
-    shape = (batch_shape,) if is_size(batch_shape) else batch_shape
-    is_shape = isinstance(shape, Sequence) and not isinstance(shape, str)
-    if not is_shape or not all(is_size(size) and size >= 0 for size in shape):
+    given = (batch_shape,) if is_size(batch_shape) else batch_shape
+    is_shape = isinstance(given, Sequence) and not isinstance(given, str)
+    shape: tuple[Any, ...] | None = tuple(given) if is_shape else None
+    if shape is None or not all(is_size(size) and size >= 0 for size in shape):
         raise ValueError(
             f"batch_shape: expected a size or a tuple of sizes, received {batch_shape!r}; () means one sequence, and an integer B means (B,)."
         )
