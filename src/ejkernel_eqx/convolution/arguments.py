@@ -109,8 +109,8 @@ def places_of(packing: Packing, held: int) -> Places:
     axis = real.ndim - 1
     length = real.shape[-1]
     rank = running_count(real, axis) - 1
-    # Tables that are made from one of the rows are split over a mesh as the rows are.
-    tokens = jnp.zeros_like(rank) + like(jnp.arange(length, dtype=jnp.int32), rank)
+    # Tables that are made from one of the rows are split over a mesh as the rows are. In some versions of JAX those of `zeros_like` are not.
+    tokens = rank * 0 + like(jnp.arange(length, dtype=jnp.int32), rank)
     total = rank[..., -1:] + 1 if length else jnp.zeros((*real.shape[:-1], 1), jnp.int32)
     # Padding comes last, in its original order: a permutation.
     goes = jnp.where(real, rank, total + tokens - rank - 1)
