@@ -94,7 +94,7 @@ FAULTS = (
     Fault("rank-one-read", "recurrence/xla.py", "_Local.scores_before", "_to_next(scores, 0)", "scores", "recurrence/test_xla.py"),
     Fault("rwkv7-values", "nn/rwkv7.py", "RWKV7TimeMix._mix", "(wide(rows.beside[\"v_first\"]) - wide(v))", "wide(rows.beside[\"v_first\"])", "nn/test_rwkv.py"),
     Fault("writes-reversed", "recurrence/delta_product.py", "DeltaProduct._written", "0 if self.reverse else writes - 1", "writes - 1", "recurrence/test_operations.py"),
-    Fault("split-mask-table", "convolution/arguments.py", "places_of", "jnp.zeros_like(rank) + like(jnp.arange(length, dtype=jnp.int32), rank)", "jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), real.shape)", "nn/test_meshes.py"),
+    Fault("split-mask-table", "convolution/arguments.py", "places_of", "rank * 0 + like(jnp.arange(length, dtype=jnp.int32), rank)", "jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), real.shape)", "nn/test_meshes.py"),
     Fault("trapezoid-weight", "recurrence/state_space_v3.py", "StateSpaceV3._computed", "weight + (1 - trap) * dt", "weight + trap * dt", "recurrence/test_trapezoid.py"),
     Fault("trapezoid-ranks", "recurrence/state_space_v3.py", "StateSpaceV3._computed", "np.triu(np.ones((ranks, ranks), bool), 1)", "np.triu(np.ones((ranks, ranks), bool))", "recurrence/test_trapezoid.py"),
     Fault("trapezoid-turns", "recurrence/neighbours.py", "turns", "(inside < 0)[..., None, None]", "(inside < size)[..., None, None]", "recurrence/test_trapezoid.py"),
