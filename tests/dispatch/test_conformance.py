@@ -83,7 +83,7 @@ DECODES = ("paged_attention", "ragged_decode_attention")
 CALL, SAVED = ("arrays", "spec", "config"), ("saved", "cotangents")
 APPLY = {"apply": CALL}
 LAUNCH = {"forward": (*CALL, "save"), "backward": (*CALL, *SAVED)}
-ATTENTION = {"forward": CALL, "backward": (*CALL, "results")}  # `out`, `lse` and their cotangents
+ATTENTION = {"forward": CALL, "backward": (*CALL, "out", "lse", "dout", "dlse")}
 STEP = {"step": CALL}
 KERNELS: dict[str, tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]] = {
     "attention": (ATTENTION, ATTENTION),

@@ -409,17 +409,21 @@ def backward(
     arrays: AttentionArrays,
     spec: AttentionSpec,
     config: XlaConfig,
-    *results: Any,
+    out: Array,
+    lse: Array,
+    dout: Array,
+    dlse: Array | None,
+    *,
     key_dtype: Any = None,
 ) -> AttentionGrads:
     """Cotangents of the differentiable arrays, from the results of `forward` and their cotangents: `out`, `lse`, `dout` and `dlse`, which may be
     `None`. That of the keys may have a dtype of its own."""
     call = _Call(arrays, spec, config.backward)
     given, arrays = arrays, call.arrays
-    results = xla_symbols.whole_rows(*results, tile=config.backward)
-    (_, given_lse, dout, _), (by_row, empty) = results, row_terms(arrays, *results)
+    out, lse, dout, dlse = xla_symbols.whole_rows(out, lse, dout, dlse, tile=config.backward)
+    given_lse, (by_row, empty) = lse, row_terms(arrays, out, lse, dout, dlse)
     q, do = _cleaned(call, empty, dout)
-    lse, delta = call.per_head(given_lse), call.per_head(by_row)
+    lse, delta = call.per_head(lse), call.per_head(by_row)
     q_transposed, do_transposed = (x.transpose(0, 1, 4, 2, 3) for x in (q, do))  # [B, K, D, G, T]
     safe = jnp.where(lse == -jnp.inf, jnp.inf, lse)
     slopes, bias = call.slopes, None if call.bias is None else _BiasGradient(call)

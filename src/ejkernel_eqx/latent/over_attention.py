@@ -19,9 +19,18 @@ def halves(attention: Any) -> tuple[Callable[..., tuple[Array, Array]], Callable
         """`out [B, T, H, V]`, `lse [B, H, T]`."""
         return attention.forward(arrays.apart, spec, config, k_rope=arrays.k_rope)
 
-    def backward(arrays: LatentArrays, spec: AttentionSpec, config: Any, *results: Array) -> LatentGrads:
+    def backward(
+        arrays: LatentArrays,
+        spec: AttentionSpec,
+        config: Any,
+        out: Array,
+        lse: Array,
+        dout: Array,
+        dlse: Array,
+    ) -> LatentGrads:
         """Gradients of all arrays; bitwise repeatable, as every sum has one fixed order."""
-        grads, dk_rope = attention.gradients(arrays.apart, spec, config, *results, k_rope=arrays.k_rope)
+        call = arrays.apart, spec, config, out, lse, dout, dlse
+        grads, dk_rope = attention.gradients(*call, k_rope=arrays.k_rope)
         return LatentGrads(k_rope=dk_rope, **grads._asdict())
 
     return forward, backward

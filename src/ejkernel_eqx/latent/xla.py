@@ -18,10 +18,18 @@ def forward(arrays: LatentArrays, spec: AttentionSpec, config: XlaConfig) -> tup
     return xla.forward(arrays.whole, spec, config)
 
 
-def backward(arrays: LatentArrays, spec: AttentionSpec, config: XlaConfig, *results: Array) -> LatentGrads:
+def backward(
+    arrays: LatentArrays,
+    spec: AttentionSpec,
+    config: XlaConfig,
+    out: Array,
+    lse: Array,
+    dout: Array,
+    dlse: Array,
+) -> LatentGrads:
     """Gradients of all arrays, from `out`, `lse` and their cotangents. That of the rotary keys is a sum over heads, of numbers that have not been
     rounded."""
     wide, nope = accumulator(arrays.q.dtype), arrays.k.shape[-1]
-    grads = xla.backward(arrays.whole, spec, config, *results, key_dtype=wide)
+    grads = xla.backward(arrays.whole, spec, config, out, lse, dout, dlse, key_dtype=wide)
     dk, dk_rope = grads.k[..., :nope].astype(arrays.k.dtype), grads.k[..., nope:].sum(-2)
     return LatentGrads(k_rope=dk_rope, **grads._replace(k=dk)._asdict())

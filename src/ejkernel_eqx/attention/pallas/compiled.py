@@ -98,21 +98,31 @@ def forward(
 
 
 def backward(
-    arrays: AttentionArrays, spec: AttentionSpec, config: PallasConfig, *results: Array
+    arrays: AttentionArrays,
+    spec: AttentionSpec,
+    config: PallasConfig,
+    out: Array,
+    lse: Array,
+    dout: Array,
+    dlse: Array,
 ) -> AttentionGrads:
-    """All gradients, from `out`, `lse` and their cotangents; bitwise repeatable, as every sum has one fixed order."""
-    return gradients(arrays, spec, config, *results)[0]
+    """All gradients, from the results and their cotangents; bitwise repeatable, as every sum has one fixed order."""
+    return gradients(arrays, spec, config, out, lse, dout, dlse)[0]
 
 
 def gradients(
     arrays: AttentionArrays,
     spec: AttentionSpec,
     config: PallasConfig,
-    *results: Array,
+    out: Array,
+    lse: Array,
+    dout: Array,
+    dlse: Array,
+    *,
     k_rope: Array | None = None,
 ) -> tuple[AttentionGrads, Array | None]:
     """Works as `backward`, and the gradient of `k_rope` (see `forward`), in float32."""
-    (_, lse, dout, _), (delta, empty) = results, row_terms(arrays, *results)
+    delta, empty = row_terms(arrays, out, lse, dout, dlse)
     dbias, dsinks = None, sinks_gradient(arrays, lse, delta)
     if _is_empty(arrays):
         zeros = jax.tree.map(jnp.zeros_like, {name: getattr(arrays, name) for name in LEARNED})

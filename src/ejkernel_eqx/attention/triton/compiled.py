@@ -261,27 +261,37 @@ def forward(
 
 
 def backward(
-    arrays: AttentionArrays, spec: AttentionSpec, config: TritonConfig, *results: Array
+    arrays: AttentionArrays,
+    spec: AttentionSpec,
+    config: TritonConfig,
+    out: Array,
+    lse: Array,
+    dout: Array,
+    dlse: Array,
 ) -> AttentionGrads:
-    """All gradients, from `out`, `lse` and their cotangents; bitwise repeatable, as every sum has one fixed order."""
-    return gradients(arrays, spec, config, *results)[0]
+    """All gradients, from the results and their cotangents; bitwise repeatable, as every sum has one fixed order."""
+    return gradients(arrays, spec, config, out, lse, dout, dlse)[0]
 
 
 def gradients(
     arrays: AttentionArrays,
     spec: AttentionSpec,
     config: TritonConfig,
-    *results: Array,
+    out: Array,
+    lse: Array,
+    dout: Array,
+    dlse: Array,
+    *,
     k_rope: Array | None = None,
 ) -> tuple[AttentionGrads, Array | None]:
     """Works as `backward`, and the gradient of `k_rope` (see `forward`), in float32."""
     if max(arrays.q.shape[-1], arrays.v.shape[-1]) > MAX_HEAD_DIM:
         tile = xla.XlaTile(config.key_gradient.block_q, config.key_gradient.block_k)
-        return xla.backward(arrays, spec, xla.XlaConfig(tile, tile), *results), None
+        return xla.backward(arrays, spec, xla.XlaConfig(tile, tile), out, lse, dout, dlse), None
     for kernel in ("key_gradient", "query_gradient"):
         _check_tile(kernel, config, arrays, spec, k_rope)
     arrays, spec = explicit_ranges(arrays, spec)
-    (_, lse, dout, dlse), (delta, empty) = results, row_terms(arrays, *results)
+    delta, empty = row_terms(arrays, out, lse, dout, dlse)
     if arrays.bias is not None:
         # A bias of minus infinity also hides entries, though the kernels see no mask.
         dout = clean_cotangent(dout, empty)
