@@ -176,17 +176,11 @@ def test_numbers_of_one_device(kind, sizes, mixers, mlp, options):
     agree(over(model, sizes, kind, **rows), alone(mixers, mlp, **rows))
 
 
-# JAX 0.12 refuses a cumulative maximum of rows that are split over an explicit mesh that is not in the context.
-OLDER = pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="JAX 0.12 needs the mesh in the context")
-
-
 @pytest.mark.parametrize(
     "axis, sizes, mixers",
     [
         ("sequence", {"data": 2, "sequence": 1}, (GLA,)),
-        pytest.param(
-            None, {"data": 2, "sequence": 2}, ("mamba1", DELTA, SPARSE), marks=[pytest.mark.slow, OLDER]
-        ),
+        pytest.param(None, {"data": 2, "sequence": 2}, ("mamba1", DELTA, SPARSE), marks=pytest.mark.slow),
     ],
     ids=str,
 )

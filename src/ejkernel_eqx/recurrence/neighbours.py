@@ -13,7 +13,7 @@ from ..parallel import explicit_mesh, match_sharding
 from ..parallel.mesh import resharded, spec_of
 from ..rotary.embedding import turn_halves, turn_neighbours
 from ..sequences.cumsum import shifted
-from ..sequences.packing import ended
+from ..sequences.packing import ended, padded
 from ..sequences.tokens import over
 
 _BLOCK = 64
@@ -96,7 +96,7 @@ def neighbours_of(frame: Frame, x: Array) -> Neighbours:
         real, starts = (resharded(of_tokens, mesh, rows) for of_tokens in (real, starts))
     tokens = like(tokens, real)
     latest = lax.cummax(jnp.where(real, tokens, -1), axis)
-    before = 1 + jnp.concatenate([jnp.full_like(latest[..., :1], -1), latest[..., :-1]], axis)
+    before = 1 + padded(latest[..., :-1], 1, 0, -1)
     before = jnp.where(real & (starts != tokens), before, 1 + length + tokens)
     return Neighbours(axis, starts, before, 1 + latest[..., -1:])
 

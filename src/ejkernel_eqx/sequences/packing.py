@@ -209,7 +209,7 @@ def spans_of_ids(ids: Array) -> Spans:
     index = jnp.broadcast_to(jnp.arange(ids.shape[-1], dtype=jnp.int32), ids.shape)
     new, axis = _begins(ids), ids.ndim - 1
     start = jax.lax.cummax(jnp.where(new, index, 0), axis=axis)
-    last = jnp.concatenate([new[..., 1:], jnp.ones_like(new[..., :1])], axis=-1)
+    last = padded(new[..., 1:], 0, 1, True)
     end = jax.lax.cummin(jnp.where(last, index + 1, ids.shape[-1]), axis=axis, reverse=True)
     return Spans(start, end, ids >= 0)
 
@@ -219,10 +219,16 @@ def _positions(spans: Spans) -> Array:
     return jnp.where(spans.real, index - spans.start, 0)
 
 
+def padded(x: Array, before: int, after: int, value: int | bool) -> Array:
+    """`x [..., T]` with entries of this value before and after those of the last axis. It is split over a mesh as `x` is, in JAX 0.12 outside of
+    `jax.set_mesh`, too, where `jax.numpy.full_like` fails."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(before, after)], constant_values=value)
+
+
 def _begins(ids: Array) -> Array:
     """Returns whether a token's id differs from the one before it."""
     changes = ids[..., 1:] != ids[..., :-1]
-    return jnp.concatenate([jnp.ones_like(ids[..., :1], bool), changes], axis=-1)
+    return padded(changes, 1, 0, True)
 
 
 def _offsets_of(ids: Array, max_segments: int) -> Array:

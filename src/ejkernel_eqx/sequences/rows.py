@@ -9,7 +9,7 @@ from jax import Array, lax
 from .._broadcast import like
 from .._take import take_along
 from ..parallel.mesh import gathered
-from .packing import read_ids, read_offsets
+from .packing import padded, read_ids, read_offsets
 from .tokens import masked
 
 
@@ -105,7 +105,7 @@ def _starts(ids: Array) -> Array:
     tokens = like(jnp.arange(ids.shape[-1], dtype=jnp.int32), ids)
     latest = lax.cummax(jnp.where(ids >= 0, tokens, -1), axis)
     # The last real token before each one, so that padding in between hides no change.
-    before = jnp.concatenate([jnp.full_like(latest[..., :1], -1), latest[..., :-1]], axis)
+    before = padded(latest[..., :-1], 1, 0, -1)
     other = take_along(ids, jnp.maximum(before, 0), axis) != ids
     begins = (ids >= 0) & (before >= 0) & other
     return lax.cummax(jnp.where(begins, tokens, -1), axis)
